@@ -1,0 +1,228 @@
+// The Python face of the native engine. Conversions only: every decision is made elsewhere.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine.hpp"
+#include "task.hpp"
+
+namespace nb = nanobind;
+
+namespace gdsstream {
+
+namespace {
+
+const char* python_name(ErrorKind kind) {
+    switch (kind) {
+        case ErrorKind::config:
+            return "ConfigError";
+        case ErrorKind::read:
+            return "ReadError";
+        case ErrorKind::short_read:
+            return "ShortReadError";
+        case ErrorKind::changed:
+            return "FileChangedError";
+        case ErrorKind::cuda:
+            return "CudaError";
+        case ErrorKind::cancelled:
+            return "TransferCancelledError";
+        case ErrorKind::closed:
+            return "EngineClosedError";
+        case ErrorKind::forked:
+            return "ForkedProcessError";
+        case ErrorKind::memory:
+            return "MemoryBudgetError";
+        case ErrorKind::unavailable:
+            return "BackendUnavailableError";
+    }
+    return "GdsStreamError";
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+        const nb::object type = nb::module_::import_("gdsstream.errors").attr(python_name(error.kind()));
+        nb::object instance = type(error.what());
+        if (error.errnum() != 0 && nb::hasattr(instance, "errno")) instance.attr("errno") = error.errnum();
+        PyErr_SetObject(type.ptr(), instance.ptr());
+    }
+}
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Stamp to_stamp(std::tuple<std::uint64_t, std::uint64_t, std::int64_t, std::int64_t, std::int64_t> stamp) {
+    return std::apply([](auto... fields) { return Stamp{fields...}; }, stamp);
+}
+
+std::vector<Extent> to_extents(const Array<std::int32_t>& file, const Array<std::int64_t>& offset,
+                               const Array<std::int64_t>& bytes, const Array<std::uint64_t>& target,
+                               const Array<std::int32_t>& group) {
+    const std::size_t count = file.size();
+    if (offset.size() != count || bytes.size() != count || target.size() != count || group.size() != count) {
+        throw Error(ErrorKind::config, "the arrays of extents differ in length");
+    }
+    std::vector<Extent> extents(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (file(i) < 0 || offset(i) < 0 || bytes(i) < 0 || group(i) < 0) {
+            throw Error(ErrorKind::config, "extent " + std::to_string(i) + " has a negative number");
+        }
+        extents[i] = Extent{static_cast<std::uint64_t>(offset(i)), static_cast<std::uint64_t>(bytes(i)), target(i),
+                            static_cast<std::uint32_t>(file(i)), static_cast<std::uint32_t>(group(i))};
+    }
+    return extents;
+}
+
+std::vector<Extent> to_records(const Array<std::int32_t>& file, const Array<std::int64_t>& offset,
+                               std::uint64_t record_bytes, std::uint64_t target) {
+    const std::size_t count = file.size();
+    if (offset.size() != count) throw Error(ErrorKind::config, "file and offset arrays differ in length");
+    std::vector<Extent> extents(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (file(i) < 0 || offset(i) < 0) {
+            throw Error(ErrorKind::config, "record " + std::to_string(i) + " has a negative file or offset");
+        }
+        extents[i] = Extent{static_cast<std::uint64_t>(offset(i)), record_bytes, target + i * record_bytes,
+                            static_cast<std::uint32_t>(file(i)), 0};
+    }
+    return extents;
+}
+
+ReaderKind to_reader(const std::string& name) {
+    if (name == "pread") return ReaderKind::pread;
+    if (name == "io_uring") return ReaderKind::uring;
+    if (name == "mapped") return ReaderKind::mapped;
+    throw Error(ErrorKind::config, "reader \"" + name + "\" is unknown: pread, io_uring or mapped");
+}
+
+using Spans = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>>;
+
+// For tests of the cutting: each task as (group, reads, copies).
+std::vector<std::tuple<std::uint32_t, Spans, Spans>> cut(std::vector<Extent> extents, std::uint64_t task_bytes,
+                                                         std::uint64_t alignment, std::uint64_t read_bytes,
+                                                         unsigned ramp_tasks) {
+    std::uint32_t files = 0;
+    for (const Extent& extent : extents) files = std::max(files, extent.file + 1);
+    const CutRules rules{task_bytes, alignment, read_bytes, ramp_tasks};
+    std::vector<std::tuple<std::uint32_t, Spans, Spans>> result;
+    for (const Task& task : cut_tasks(extents, std::vector<std::uint32_t>(files, 0), 0, rules)) {
+        std::vector<ReadSpan> reads;
+        std::vector<CopySpan> copies;
+        expand_staged(extents, task, rules, reads, copies);
+        Spans read_tuples;
+        Spans copy_tuples;
+        for (const ReadSpan& r : reads) read_tuples.emplace_back(r.file, r.offset, r.bytes, r.wanted, r.place);
+        for (const CopySpan& c : copies) copy_tuples.emplace_back(c.source, c.target, c.bytes, c.file, 0);
+        result.emplace_back(task.group, std::move(read_tuples), std::move(copy_tuples));
+    }
+    return result;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "The native engine of gdsstream: readers, staging ring, copies and fences.";
+    nb::register_exception_translator(translate);
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+
+    m.def(
+        "cuda_reason", [] { return cuda::unavailable_reason(); },
+        "Why the CUDA driver cannot be used, or an empty string.");
+    m.def("io_uring_reason", &uring_unavailable_reason, "Why io_uring cannot be used, or an empty string.");
+    m.def("file_alignment", &direct_alignment_of, nb::arg("path"),
+          "(memory, offset) alignment in bytes that O_DIRECT needs, by statx; (0, 0) where untold.");
+    m.def("direct_io_works", &direct_io_works, nb::arg("path"), Release(), "Whether one O_DIRECT read succeeds.");
+    m.def("resident_bytes", &resident_bytes, nb::arg("path"), nb::arg("offset"), nb::arg("nbytes"), Release(),
+          "How many of the bytes are in the page cache, by mincore.");
+    m.def("pci_bus_id", [](int ordinal) { return cuda::Device::open(ordinal)->pci_bus_id(); }, nb::arg("ordinal"));
+    m.def("cut_for_tests",
+          [](const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
+             const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint64_t task_bytes,
+             std::uint64_t alignment, std::uint64_t read_bytes, unsigned ramp_tasks) {
+              return cut(to_extents(file, offset, bytes, target, group), task_bytes, alignment, read_bytes, ramp_tasks);
+          });
+
+    nb::class_<File>(m, "File", nb::is_weak_referenceable())
+        .def(
+            "__init__",
+            [](File* self, std::string path,
+               std::tuple<std::uint64_t, std::uint64_t, std::int64_t, std::int64_t, std::int64_t> stamp) {
+                new (self) File(std::move(path), to_stamp(stamp));
+            },
+            nb::arg("path"), nb::arg("stamp"))
+        .def_prop_ro("path", &File::path)
+        .def_prop_ro("nbytes", &File::size)
+        .def("resident_fraction", &File::resident_fraction, Release(),
+             "The share of the file in the page cache, from windows spread over it.")
+        .def_prop_ro("mapped", [](const File& file) { return file.mapped() != nullptr; });
+
+    nb::class_<LaneConfig>(m, "Lane").def(
+        "__init__",
+        [](LaneConfig* self, const std::string& reader, bool direct, unsigned threads, unsigned depth,
+           std::uint64_t read_bytes, bool fixed_buffers, std::string faults) {
+            new (self)
+                LaneConfig{to_reader(reader), direct, threads, depth, read_bytes, fixed_buffers, std::move(faults)};
+        },
+        nb::arg("reader"), nb::kw_only(), nb::arg("direct"), nb::arg("threads"), nb::arg("depth"),
+        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("faults") = "");
+
+    nb::class_<Transfer>(m, "Transfer")
+        .def("wait", &Transfer::wait, nb::arg("group"), nb::arg("seconds"), Release())
+        .def("order_before", &Transfer::order_before, nb::arg("group"), nb::arg("stream"), Release())
+        .def("cancel", &Transfer::cancel, Release())
+        .def("drained", &Transfer::drained, Release())
+        .def_prop_ro("nbytes", &Transfer::bytes);
+
+    nb::class_<Engine>(m, "Engine")
+        .def(
+            "__init__",
+            [](Engine* self, int device, std::uint64_t slot_bytes, std::uint64_t staging_bytes, int numa_node,
+               std::vector<int> cpus, std::vector<LaneConfig> lanes) {
+                new (self) Engine(
+                    EngineConfig{device, slot_bytes, staging_bytes, numa_node, std::move(cpus), std::move(lanes)});
+            },
+            nb::kw_only(), nb::arg("device"), nb::arg("slot_bytes"), nb::arg("staging_bytes"), nb::arg("numa_node"),
+            nb::arg("cpus"), nb::arg("lanes"))
+        .def(
+            "submit",
+            [](Engine& engine, std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
+               const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
+               const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint32_t groups,
+               std::uintptr_t stream) {
+                std::vector<Extent> extents = to_extents(file, offset, bytes, target, group);
+                const nb::gil_scoped_release release;
+                return engine.submit(std::move(files), std::move(file_lane), std::move(extents), groups, stream);
+            },
+            nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("nbytes"),
+            nb::arg("target"), nb::arg("group"), nb::arg("groups"), nb::arg("stream"))
+        .def(
+            "gather",
+            [](Engine& engine, std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
+               const Array<std::int32_t>& file, const Array<std::int64_t>& offset, std::uint64_t record_bytes,
+               std::uint64_t target, std::uintptr_t stream) {
+                const nb::gil_scoped_release release;
+                std::vector<Extent> extents = to_records(file, offset, record_bytes, target);
+                return engine.submit(std::move(files), std::move(file_lane), std::move(extents), 1, stream);
+            },
+            nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("record_bytes"),
+            nb::arg("target"), nb::arg("stream"))
+        .def("map", &Engine::map, nb::arg("file"), Release())
+        .def("close", &Engine::close, Release())
+        .def("counters", &Engine::counters)
+        .def("take_notes", &Engine::take_notes)
+        .def_prop_ro("device", &Engine::device)
+        .def_prop_ro("forked", &Engine::forked);
+}
+
+}  // namespace gdsstream

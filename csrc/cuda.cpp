@@ -1,0 +1,257 @@
+#include "cuda.hpp"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <utility>
+
+#include "error.hpp"
+
+namespace gdsstream::cuda {
+
+namespace {
+
+// CUresult and flag values of cuda.h, which the build does not need.
+constexpr Result kSuccess = 0;
+constexpr Result kOutOfMemory = 2;
+constexpr Result kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 0x1;
+constexpr unsigned kEventBlockingSync = 0x1;
+constexpr unsigned kEventDisableTiming = 0x2;
+constexpr unsigned kRegisterPortable = 0x1;
+constexpr unsigned kRegisterReadOnly = 0x8;
+constexpr int kAttributeReadOnlyRegister = 113;
+
+struct Loaded {
+    Driver driver{};
+    std::string reason;
+};
+
+template <typename Function>
+void resolve(void* library, const char* symbol, Function& function, std::string& missing) {
+    function = reinterpret_cast<Function>(::dlsym(library, symbol));
+    if (function == nullptr) missing += std::string(missing.empty() ? "" : ", ") + symbol;
+}
+
+std::string describe(const Driver& driver, Result result) {
+    const char* name = nullptr;
+    const char* text = nullptr;
+    driver.error_name(result, &name);
+    driver.error_string(result, &text);
+    return std::string(name != nullptr ? name : "unknown error") + " (" + std::to_string(result) + ")" +
+           (text != nullptr ? std::string(": ") + text : "");
+}
+
+Loaded load() {
+    Loaded loaded;
+    const char* replaced = std::getenv("GDSSTREAM_LIBCUDA");
+    const char* name = replaced != nullptr && *replaced != '\0' ? replaced : "libcuda.so.1";
+    // Never closed: the driver keeps threads of its own.
+    void* library = ::dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+        const char* why = ::dlerror();
+        loaded.reason = std::string("the CUDA driver is not there: ") + (why != nullptr ? why : name);
+        return loaded;
+    }
+    Driver& d = loaded.driver;
+    std::string missing;
+    resolve(library, "cuInit", d.init, missing);
+    resolve(library, "cuDeviceGetCount", d.device_get_count, missing);
+    resolve(library, "cuDeviceGet", d.device_get, missing);
+    resolve(library, "cuDeviceGetAttribute", d.device_get_attribute, missing);
+    resolve(library, "cuDeviceGetPCIBusId", d.device_get_pci_bus_id, missing);
+    resolve(library, "cuDevicePrimaryCtxRetain", d.primary_retain, missing);
+    resolve(library, "cuDevicePrimaryCtxRelease_v2", d.primary_release, missing);
+    resolve(library, "cuCtxPushCurrent_v2", d.push_current, missing);
+    resolve(library, "cuCtxPopCurrent_v2", d.pop_current, missing);
+    resolve(library, "cuCtxSetCurrent", d.set_current, missing);
+    resolve(library, "cuStreamCreate", d.stream_create, missing);
+    resolve(library, "cuStreamDestroy_v2", d.stream_destroy, missing);
+    resolve(library, "cuStreamQuery", d.stream_query, missing);
+    resolve(library, "cuStreamWaitEvent", d.stream_wait_event, missing);
+    resolve(library, "cuEventCreate", d.event_create, missing);
+    resolve(library, "cuEventDestroy_v2", d.event_destroy, missing);
+    resolve(library, "cuEventRecord", d.event_record, missing);
+    resolve(library, "cuEventQuery", d.event_query, missing);
+    resolve(library, "cuEventSynchronize", d.event_synchronize, missing);
+    resolve(library, "cuMemcpyHtoDAsync_v2", d.copy_to_device, missing);
+    resolve(library, "cuMemHostRegister_v2", d.host_register, missing);
+    resolve(library, "cuMemHostUnregister", d.host_unregister, missing);
+    resolve(library, "cuGetErrorName", d.error_name, missing);
+    resolve(library, "cuGetErrorString", d.error_string, missing);
+    if (!missing.empty()) {
+        loaded.reason = std::string(name) + " is too old, it lacks: " + missing;
+        return loaded;
+    }
+    const Result result = d.init(0);
+    if (result != kSuccess) loaded.reason = "cuInit failed: " + describe(d, result);
+    return loaded;
+}
+
+const Loaded& loaded() {
+    static const Loaded instance = load();
+    return instance;
+}
+
+// Errors on paths that cannot throw (destructors): a driver that is shutting down refuses, and nothing is left to do.
+void ignore(Result) {}
+
+}  // namespace
+
+const Driver* driver() { return loaded().reason.empty() ? &loaded().driver : nullptr; }
+
+const std::string& unavailable_reason() { return loaded().reason; }
+
+void check(Result result, const char* doing) {
+    if (result == kSuccess) return;
+    const std::string message = std::string("CUDA failed while ") + doing + ": " + describe(loaded().driver, result);
+    throw Error(result == kOutOfMemory ? ErrorKind::memory : ErrorKind::cuda, message);
+}
+
+std::shared_ptr<Device> Device::open(int ordinal) {
+    const Driver* d = driver();
+    if (d == nullptr) {
+        throw Error(ErrorKind::unavailable, "device cuda:" + std::to_string(ordinal) +
+                                                " cannot be used: " + unavailable_reason() + "; use device=\"cpu\"");
+    }
+    int count = 0;
+    check(d->device_get_count(&count), "counting devices");
+    if (ordinal < 0 || ordinal >= count) {
+        throw Error(ErrorKind::config, "device cuda:" + std::to_string(ordinal) + " does not exist: this machine has " +
+                                           std::to_string(count) + " CUDA device(s)");
+    }
+    std::shared_ptr<Device> device(new Device);
+    device->ordinal_ = ordinal;
+    check(d->device_get(&device->handle_, ordinal), "opening the device");
+    int read_only = 0;
+    if (d->device_get_attribute(&read_only, kAttributeReadOnlyRegister, device->handle_) == kSuccess) {
+        device->registers_read_only_ = read_only != 0;
+    }
+    check(d->primary_retain(&device->context_, device->handle_), "retaining the primary context");
+    const Scope scope(*device);
+    // Non-blocking: the legacy default stream must not order our copies behind the caller's kernels.
+    check(d->stream_create(&device->stream_, kStreamNonBlocking), "creating the copy stream");
+    return device;
+}
+
+Device::~Device() {
+    if (context_ == nullptr) return;
+    if (stream_ != nullptr) {
+        ignore(driver()->push_current(context_));
+        ignore(driver()->stream_destroy(stream_));
+        ContextHandle popped = nullptr;
+        ignore(driver()->pop_current(&popped));
+    }
+    ignore(driver()->primary_release(handle_));
+}
+
+std::string Device::pci_bus_id() const {
+    char text[32] = {};
+    check(driver()->device_get_pci_bus_id(text, sizeof text, handle_), "asking for the PCI bus id");
+    return text;
+}
+
+void Device::attach_thread() const { check(driver()->set_current(context_), "making the context current"); }
+
+Device::Scope::Scope(const Device& device) {
+    check(driver()->push_current(device.context_), "making the context current");
+}
+
+Device::Scope::~Scope() {
+    ContextHandle popped = nullptr;
+    ignore(driver()->pop_current(&popped));
+}
+
+Event::Event(std::shared_ptr<Device> device) : device_(std::move(device)) {
+    check(driver()->event_create(&handle_, kEventBlockingSync | kEventDisableTiming), "creating an event");
+}
+
+Event::Event(Event&& other) noexcept
+    : device_(std::move(other.device_)), handle_(std::exchange(other.handle_, nullptr)) {}
+
+Event& Event::operator=(Event&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(handle_, other.handle_);
+    return *this;
+}
+
+Event::~Event() {
+    if (handle_ == nullptr) return;
+    try {
+        const Device::Scope scope(*device_);
+        ignore(driver()->event_destroy(handle_));
+    } catch (const Error&) {
+        // The driver is shutting down and takes its events along.
+    }
+}
+
+void Event::record(StreamHandle stream) { check(driver()->event_record(handle_, stream), "recording an event"); }
+
+bool Event::complete() const {
+    const Result result = driver()->event_query(handle_);
+    if (result == kNotReady) return false;
+    check(result, "asking whether copies are complete");
+    return true;
+}
+
+void Event::synchronize() const { check(driver()->event_synchronize(handle_), "waiting for copies"); }
+
+void Event::make_wait(StreamHandle stream) const {
+    check(driver()->stream_wait_event(stream, handle_, 0), "making a stream wait for copies");
+}
+
+Event EventPool::take() {
+    {
+        std::lock_guard lock(mutex_);
+        if (!free_.empty()) {
+            Event event = std::move(free_.back());
+            free_.pop_back();
+            return event;
+        }
+    }
+    const Device::Scope scope(*device_);
+    return Event(device_);
+}
+
+void EventPool::give_back(Event event) {
+    std::lock_guard lock(mutex_);
+    free_.push_back(std::move(event));
+}
+
+HostRegistration::HostRegistration(std::shared_ptr<Device> device, void* data, std::size_t bytes, bool read_only)
+    : device_(std::move(device)) {
+    if (read_only && !device_->registers_read_only()) {
+        throw Error(ErrorKind::unavailable,
+                    "this device or driver cannot register read-only memory; use backend=\"staged\"");
+    }
+    const Device::Scope scope(*device_);
+    check(driver()->host_register(data, bytes, kRegisterPortable | (read_only ? kRegisterReadOnly : 0)),
+          "registering host memory");
+    data_ = data;
+}
+
+HostRegistration::HostRegistration(HostRegistration&& other) noexcept
+    : device_(std::move(other.device_)), data_(std::exchange(other.data_, nullptr)) {}
+
+HostRegistration& HostRegistration::operator=(HostRegistration&& other) noexcept {
+    if (this != &other) {
+        reset();
+        device_ = std::move(other.device_);
+        data_ = std::exchange(other.data_, nullptr);
+    }
+    return *this;
+}
+
+void HostRegistration::reset() {
+    if (data_ == nullptr) return;
+    try {
+        const Device::Scope scope(*device_);
+        ignore(driver()->host_unregister(data_));
+    } catch (const Error&) {
+        // The driver is shutting down and lets go of the pages itself.
+    }
+    data_ = nullptr;
+    device_.reset();
+}
+
+}  // namespace gdsstream::cuda

@@ -1,0 +1,149 @@
+// The CUDA driver behind a thin shim: opened at run time, so that a machine without a GPU (and a build without the
+// toolkit) works, and replaceable by another library (GDSSTREAM_LIBCUDA), so that tests run every fence without one.
+// Handles are owned by the classes below; nothing else calls the driver.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace gdsstream::cuda {
+
+using Result = int;
+using DeviceHandle = int;
+using ContextHandle = struct ContextOpaque*;
+using StreamHandle = struct StreamOpaque*;
+using EventHandle = struct EventOpaque*;
+using DevicePointer = std::uint64_t;
+
+// The driver's functions that are used, resolved once. The names carry the driver's versioned symbols.
+struct Driver {
+    Result (*init)(unsigned);
+    Result (*device_get_count)(int*);
+    Result (*device_get)(DeviceHandle*, int);
+    Result (*device_get_attribute)(int*, int, DeviceHandle);
+    Result (*device_get_pci_bus_id)(char*, int, DeviceHandle);
+    Result (*primary_retain)(ContextHandle*, DeviceHandle);
+    Result (*primary_release)(DeviceHandle);
+    Result (*push_current)(ContextHandle);
+    Result (*pop_current)(ContextHandle*);
+    Result (*set_current)(ContextHandle);
+    Result (*stream_create)(StreamHandle*, unsigned);
+    Result (*stream_destroy)(StreamHandle);
+    Result (*stream_query)(StreamHandle);
+    Result (*stream_wait_event)(StreamHandle, EventHandle, unsigned);
+    Result (*event_create)(EventHandle*, unsigned);
+    Result (*event_destroy)(EventHandle);
+    Result (*event_record)(EventHandle, StreamHandle);
+    Result (*event_query)(EventHandle);
+    Result (*event_synchronize)(EventHandle);
+    Result (*copy_to_device)(DevicePointer, const void*, std::size_t, StreamHandle);
+    Result (*host_register)(void*, std::size_t, unsigned);
+    Result (*host_unregister)(void*);
+    Result (*error_name)(Result, const char**);
+    Result (*error_string)(Result, const char**);
+};
+
+// The loaded driver, or nullptr with the reason in `unavailable_reason()`. Opened once a process.
+const Driver* driver();
+const std::string& unavailable_reason();
+// Throws Error(cuda) when `result` is not success; `doing` completes "... while <doing>".
+void check(Result result, const char* doing);
+
+// A device's primary context, the one torch uses, retained for as long as this lives, and the one stream on which the
+// engine copies to it.
+class Device {
+  public:
+    // Throws Error(unavailable) without a driver, Error(config) for an ordinal that does not exist.
+    static std::shared_ptr<Device> open(int ordinal);
+    ~Device();
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+
+    int ordinal() const { return ordinal_; }
+    StreamHandle copy_stream() const { return stream_; }
+    bool registers_read_only() const { return registers_read_only_; }
+    // "0000:3b:00.0"
+    std::string pci_bus_id() const;
+    // Makes the context current in a thread that belongs to the engine.
+    void attach_thread() const;
+
+    // Makes the context current in a thread of the caller's, and gives the caller's own back.
+    class Scope {
+      public:
+        explicit Scope(const Device& device);
+        ~Scope();
+        Scope(const Scope&) = delete;
+        Scope& operator=(const Scope&) = delete;
+    };
+
+  private:
+    Device() = default;
+
+    int ordinal_ = -1;
+    DeviceHandle handle_ = 0;
+    ContextHandle context_ = nullptr;
+    StreamHandle stream_ = nullptr;
+    bool registers_read_only_ = false;
+};
+
+// An event without timing whose waiters sleep instead of spinning.
+class Event {
+  public:
+    Event() = default;
+    explicit Event(std::shared_ptr<Device> device);
+    Event(Event&& other) noexcept;
+    Event& operator=(Event&& other) noexcept;
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+    ~Event();
+
+    bool valid() const { return handle_ != nullptr; }
+    // The calling thread has the device's context current.
+    void record(StreamHandle stream);
+    bool complete() const;
+    void synchronize() const;
+    void make_wait(StreamHandle stream) const;
+
+  private:
+    std::shared_ptr<Device> device_;
+    EventHandle handle_ = nullptr;
+};
+
+// Events are reused: creating one costs about as much as a copy.
+class EventPool {
+  public:
+    explicit EventPool(std::shared_ptr<Device> device) : device_(std::move(device)) {}
+    Event take();
+    void give_back(Event event);
+
+  private:
+    std::shared_ptr<Device> device_;
+    std::mutex mutex_;
+    std::vector<Event> free_;
+};
+
+// Host memory pinned and known to the driver, until it is destroyed.
+class HostRegistration {
+  public:
+    HostRegistration() = default;
+    // Throws Error(memory | cuda | unavailable).
+    HostRegistration(std::shared_ptr<Device> device, void* data, std::size_t bytes, bool read_only);
+    HostRegistration(HostRegistration&& other) noexcept;
+    HostRegistration& operator=(HostRegistration&& other) noexcept;
+    HostRegistration(const HostRegistration&) = delete;
+    HostRegistration& operator=(const HostRegistration&) = delete;
+    ~HostRegistration() { reset(); }
+
+    bool active() const { return data_ != nullptr; }
+    void reset();
+
+  private:
+    std::shared_ptr<Device> device_;
+    void* data_ = nullptr;
+};
+
+}  // namespace gdsstream::cuda

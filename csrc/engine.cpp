@@ -1,0 +1,194 @@
+#include "engine.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+namespace gdsstream {
+
+namespace {
+
+// Smaller slots would be spent on widening and bookkeeping.
+constexpr std::uint64_t kMinSlotBytes = 64 << 10;
+// A mapped copy is cut so that groups and cancels do not wait for more than about 5 ms of one copy.
+constexpr std::uint64_t kMappedTaskBytes = 256 << 20;
+
+CutRules rules_for(const LaneConfig& lane, std::uint64_t slot_bytes, bool gpu) {
+    CutRules rules;
+    rules.task_bytes = lane.reader == ReaderKind::mapped && gpu ? kMappedTaskBytes : slot_bytes;
+    // A page satisfies O_DIRECT on every device with blocks up to 4 KiB; storage.py keeps larger ones off this lane.
+    rules.alignment = lane.direct ? kPageBytes : 1;
+    rules.read_bytes = std::clamp<std::uint64_t>(lane.read_bytes, kPageBytes, rules.task_bytes);
+    // Full slots at once would leave the link idle until the first of them is full.
+    rules.ramp_tasks = lane.reader == ReaderKind::pread && gpu ? lane.threads : 0;
+    return rules;
+}
+
+void check_extents(const std::vector<std::shared_ptr<File>>& files, const std::vector<Extent>& extents,
+                   std::uint32_t groups) {
+    for (std::size_t i = 0; i < extents.size(); ++i) {
+        const Extent& extent = extents[i];
+        if (extent.file >= files.size() || extent.group >= groups) {
+            throw Error(ErrorKind::config, "extent " + std::to_string(i) + " names file " +
+                                               std::to_string(extent.file) + " of " + std::to_string(files.size()) +
+                                               " or group " + std::to_string(extent.group) + " of " +
+                                               std::to_string(groups));
+        }
+        const File& file = *files[extent.file];
+        if (extent.offset > file.size() || extent.bytes > file.size() - extent.offset) {
+            throw Error(ErrorKind::config, file.path() + ": extent " + std::to_string(i) + " wants " +
+                                               std::to_string(extent.bytes) + " bytes at offset " +
+                                               std::to_string(extent.offset) + ", past the file's end at " +
+                                               std::to_string(file.size()));
+        }
+    }
+}
+
+}  // namespace
+
+Engine::Engine(EngineConfig config) : config_(std::move(config)), pid_(::getpid()) {
+    if (config_.lanes.empty()) throw Error(ErrorKind::config, "an engine needs at least one lane");
+    if (config_.slot_bytes < kMinSlotBytes || config_.slot_bytes % kPageBytes != 0) {
+        throw Error(ErrorKind::config, "chunk_size is " + std::to_string(config_.slot_bytes) +
+                                           " bytes; it has to be a multiple of 4096 and at least 65536");
+    }
+    if (config_.device >= 0) device_ = cuda::Device::open(config_.device);
+    const bool gpu = device_ != nullptr;
+    shared_ = std::make_shared<Shared>();
+    shared_->sink = gpu ? make_cuda_sink(device_) : make_cpu_sink();
+    shared_->ring =
+        std::make_shared<StagingRing>(device_, config_.slot_bytes, config_.staging_bytes, config_.numa_node);
+    shared_->cpus = config_.cpus;
+    shared_->note = [this](const std::string& text) { note(text); };
+    for (const LaneConfig& lane : config_.lanes) {
+        lanes_.push_back(std::make_unique<Lane>(lane, rules_for(lane, config_.slot_bytes, gpu), shared_));
+    }
+}
+
+Engine::~Engine() {
+    if (forked()) {
+        // The parent's threads do not exist here; joining them or calling its driver would hang or crash.
+        for (std::unique_ptr<Lane>& lane : lanes_) static_cast<void>(lane.release());
+        new std::shared_ptr<Shared>(shared_);
+        new std::shared_ptr<cuda::Device>(device_);
+        return;
+    }
+    close();
+}
+
+bool Engine::forked() const { return ::getpid() != pid_; }
+
+void Engine::check_usable() const {
+    if (forked()) {
+        throw Error(ErrorKind::forked, "this engine belongs to process " + std::to_string(pid_) +
+                                           "; in the forked child open another one (its threads were not inherited)");
+    }
+    std::lock_guard lock(mutex_);
+    if (closed_) throw Error(ErrorKind::closed, "the engine is closed; open another one");
+}
+
+std::shared_ptr<Transfer> Engine::submit(std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
+                                         std::vector<Extent> extents, std::uint32_t groups, std::uintptr_t stream) {
+    check_usable();
+    if (groups == 0 || file_lane.size() != files.size()) {
+        throw Error(ErrorKind::config, "a transfer needs at least one group, and a lane for each of its files");
+    }
+    check_extents(files, extents, groups);
+    Transfer::Lists lists;
+    lists.groups = groups;
+    for (std::size_t i = 0; i < files.size(); ++i) {
+        if (file_lane[i] >= lanes_.size()) {
+            throw Error(ErrorKind::config, "lane " + std::to_string(file_lane[i]) + " does not exist");
+        }
+        files[i]->check_unchanged("submitted");
+        const bool mapped = lanes_[file_lane[i]]->config().reader == ReaderKind::mapped;
+        if (mapped && files[i]->size() > 0 && files[i]->mapped() == nullptr) {
+            throw Error(ErrorKind::config, files[i]->path() + ": is not mapped; map it before it is read so");
+        }
+        lists.file_mapped.push_back(mapped && device_ != nullptr);
+    }
+    lists.files = std::move(files);
+    lists.file_lane = std::move(file_lane);
+    lists.extents = std::move(extents);
+
+    auto transfer = std::make_shared<Transfer>(shared_->sink, std::move(lists));
+    std::vector<std::vector<Task>> tasks(lanes_.size());
+    std::vector<std::uint64_t> tasks_of_group(groups, 0);
+    for (std::uint32_t i = 0; i < lanes_.size(); ++i) {
+        tasks[i] = cut_tasks(transfer->lists().extents, transfer->lists().file_lane, i, lanes_[i]->rules());
+        for (const Task& task : tasks[i]) ++tasks_of_group[task.group];
+    }
+    if (device_ == nullptr) {
+        for (const Extent& extent : transfer->lists().extents) prefer_huge_pages(extent.target, extent.bytes);
+    }
+    shared_->sink->order_after(stream);
+    transfer->expect(tasks_of_group);
+    for (std::uint32_t i = 0; i < lanes_.size(); ++i) lanes_[i]->enqueue(transfer, std::move(tasks[i]));
+    return transfer;
+}
+
+void Engine::map(File& file) {
+    check_usable();
+    file.map(device_);
+}
+
+void Engine::close() {
+    if (forked()) return;
+    {
+        std::lock_guard lock(mutex_);
+        if (closed_) return;
+        closed_ = true;
+    }
+    for (std::unique_ptr<Lane>& lane : lanes_) lane->stop();
+    if (device_ != nullptr) {
+        // Copies may still read the ring: it must not be unregistered under them.
+        try {
+            cuda::Event last = shared_->sink->mark();
+            while (!shared_->sink->complete(last)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+            shared_->sink->give_back(std::move(last));
+        } catch (const Error&) {
+            // A broken context completes nothing any more, and its copies have ended with it.
+        }
+    }
+    shared_->ring.reset();
+}
+
+void Engine::note(const std::string& text) {
+    std::lock_guard lock(mutex_);
+    if (std::find(all_notes_.begin(), all_notes_.end(), text) != all_notes_.end()) return;
+    all_notes_.push_back(text);
+    notes_.push_back(text);
+}
+
+std::vector<std::string> Engine::take_notes() {
+    std::lock_guard lock(mutex_);
+    if (!shortfall_noted_ && shared_->ring != nullptr) {
+        const std::string shortfall = shared_->ring->shortfall();
+        if (!shortfall.empty()) {
+            shortfall_noted_ = true;
+            notes_.push_back("the staging ring stays smaller than staging_bytes: " + shortfall);
+        }
+    }
+    return std::exchange(notes_, {});
+}
+
+std::map<std::string, std::uint64_t> Engine::counters() const {
+    const Counters& c = shared_->counters;
+    std::map<std::string, std::uint64_t> result{
+        {"reads", c.reads},   {"read_bytes", c.read_bytes}, {"copies", c.copies}, {"copied_bytes", c.copied_bytes},
+        {"tasks", c.tasks},   {"failed_tasks", c.failures}, {"threads", 0},       {"staging_bytes", 0},
+        {"staging_slots", 0}, {"staging_slots_held", 0}};
+    for (const std::unique_ptr<Lane>& lane : lanes_) result["threads"] += lane->threads_started();
+    std::lock_guard lock(mutex_);
+    if (shared_->ring != nullptr) {
+        result["staging_bytes"] = shared_->ring->bytes();
+        result["staging_slots"] = shared_->ring->slots_total();
+        result["staging_slots_held"] = shared_->ring->slots_total() - shared_->ring->slots_not_held();
+    }
+    return result;
+}
+
+}  // namespace gdsstream

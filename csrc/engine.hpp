@@ -1,0 +1,71 @@
+// The engine: a device, its sink, one staging ring, and the lanes that feed it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda.hpp"
+#include "lane.hpp"
+#include "transfer.hpp"
+
+namespace gdsstream {
+
+struct EngineConfig {
+    int device = -1;  // CUDA ordinal; < 0: bytes go to CPU memory
+    std::uint64_t slot_bytes = 0;
+    std::uint64_t staging_bytes = 0;
+    int numa_node = -1;
+    std::vector<int> cpus;
+    std::vector<LaneConfig> lanes;
+};
+
+class Engine {
+  public:
+    // Throws Error(config | unavailable | cuda). Starts no thread and pins nothing yet.
+    explicit Engine(EngineConfig config);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    // One transfer. `file_lane[i]` names the lane that reads files[i]; `stream` is the CUDA stream on which the targets
+    // were allocated or last used (ignored on the CPU). Throws Error(config | changed | closed | forked).
+    std::shared_ptr<Transfer> submit(std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
+                                     std::vector<Extent> extents, std::uint32_t groups, std::uintptr_t stream);
+
+    // Maps a file and, for a GPU engine, registers its pages.
+    void map(File& file);
+
+    // Stops the workers, waits for the copies under way, and lets go of all memory. Idempotent.
+    void close();
+    // In a forked child the threads and the driver are the parent's: nothing can be stopped or freed here.
+    bool forked() const;
+
+    int device() const { return config_.device; }
+    std::map<std::string, std::uint64_t> counters() const;
+    // What did not go as asked (a smaller ring, no fixed buffers): each reason once.
+    std::vector<std::string> take_notes();
+
+  private:
+    void check_usable() const;
+    void note(const std::string& text);
+
+    const EngineConfig config_;
+    const pid_t pid_;
+    std::shared_ptr<cuda::Device> device_;
+    std::shared_ptr<Shared> shared_;
+    std::vector<std::unique_ptr<Lane>> lanes_;
+
+    mutable std::mutex mutex_;
+    bool closed_ = false;
+    std::vector<std::string> notes_;
+    std::vector<std::string> all_notes_;
+    bool shortfall_noted_ = false;
+};
+
+}  // namespace gdsstream

@@ -1,0 +1,74 @@
+// A file that is read: its descriptors, its stamp, its O_DIRECT alignment and, where asked for, its mapping.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "cuda.hpp"
+#include "error.hpp"
+#include "memory.hpp"
+
+namespace gdsstream {
+
+// What tells one state of a file from another; a change of any field means that the bytes may differ.
+struct Stamp {
+    std::uint64_t device = 0;
+    std::uint64_t inode = 0;
+    std::int64_t size = 0;
+    std::int64_t mtime_ns = 0;
+    std::int64_t ctime_ns = 0;
+
+    bool operator==(const Stamp&) const = default;
+};
+
+class File {
+  public:
+    // Opens `path` and compares it with `expected`. Throws Error(read) or Error(changed).
+    File(std::string path, const Stamp& expected);
+
+    const std::string& path() const { return path_; }
+    std::uint64_t size() const { return static_cast<std::uint64_t>(stamp_.size); }
+
+    int descriptor() const { return buffered_.get(); }
+    // Opened on first use, through the descriptor above so that it is the same inode whatever the path names by now.
+    // Throws Error(read) with EINVAL where the filesystem has no O_DIRECT.
+    int direct_descriptor();
+
+    // The share of the file that is in the page cache, from windows spread over it: a full count takes milliseconds a
+    // gigabyte. 1 for an empty file. Throws Error(read).
+    double resident_fraction() const;
+
+    // Throws Error(changed) unless the file is still what the stamp says. `doing` completes "... while it was ...".
+    void check_unchanged(const char* doing) const;
+    // The error for a read that ended early: changed where the stamp differs, short_read where it does not.
+    Error ended_early(std::uint64_t offset, std::uint64_t wanted, std::uint64_t got) const;
+    Error read_failed(std::uint64_t offset, std::uint64_t wanted, int errnum) const;
+
+    // Maps the file, brings all its pages in and registers them with `device` (nullptr: no registration, for CPU
+    // sinks). Idempotent. Throws Error(read | changed | cuda | unavailable).
+    void map(const std::shared_ptr<cuda::Device>& device);
+    const std::byte* mapped() const { return mapping_.data(); }
+
+  private:
+    Stamp stamp_now() const;
+
+    std::string path_;
+    Stamp stamp_;
+    FileDescriptor buffered_;
+    std::mutex mutex_;
+    FileDescriptor direct_;
+    Mapping mapping_;
+    cuda::HostRegistration registration_;  // after mapping_: it has to go first
+};
+
+// (memory, offset) alignment that statx(STATX_DIOALIGN) reports; (0, 0) where it does not.
+std::pair<std::uint32_t, std::uint32_t> direct_alignment_of(const std::string& path);
+// Reads one aligned block with O_DIRECT; false where that is refused. Throws Error(read) for a missing file.
+bool direct_io_works(const std::string& path);
+// How many of the bytes [offset, offset + bytes) are in the page cache. Throws Error(read).
+std::uint64_t resident_bytes(const std::string& path, std::uint64_t offset, std::uint64_t bytes);
+
+}  // namespace gdsstream

@@ -1,0 +1,154 @@
+#include "ring.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "error.hpp"
+
+namespace gdsstream {
+
+namespace {
+
+constexpr std::size_t kSegmentBytes = std::size_t{32} << 20;
+
+}  // namespace
+
+StagingRing::StagingRing(std::shared_ptr<cuda::Device> device, std::size_t slot_bytes, std::size_t limit_bytes,
+                         int numa_node)
+    : device_(std::move(device)),
+      slot_bytes_(slot_bytes),
+      slots_per_segment_(std::clamp<std::size_t>(std::min(kSegmentBytes, limit_bytes) / slot_bytes, 1, 4096)),
+      numa_node_(numa_node),
+      max_segments_(std::max<std::size_t>(1, limit_bytes / (slots_per_segment_ * slot_bytes))) {}
+
+std::byte* StagingRing::segment_data(unsigned segment) const {
+    std::lock_guard lock(mutex_);
+    return segments_[segment]->memory.data();
+}
+
+Slot* StagingRing::take_free_or_copied() {
+    if (!free_.empty()) {
+        Slot* slot = free_.back();
+        free_.pop_back();
+        return slot;
+    }
+    if (!copying_.empty() && copying_.front()->copied.complete()) {
+        Slot* slot = copying_.front();
+        copying_.pop_front();
+        return slot;
+    }
+    return nullptr;
+}
+
+bool StagingRing::grow() {
+    // One thread pins memory while the others go on with the slots there are.
+    std::lock_guard growing(grow_mutex_);
+    unsigned index = 0;
+    {
+        std::lock_guard lock(mutex_);
+        if (!free_.empty()) return true;
+        if (segments_.size() >= max_segments_) return false;
+        index = static_cast<unsigned>(segments_.size());
+    }
+    auto segment = std::make_unique<Segment>();
+    try {
+        segment->memory = Mapping::anonymous(segment_bytes(), numa_node_);
+        if (device_ != nullptr) {
+            segment->registration =
+                cuda::HostRegistration(device_, segment->memory.data(), segment->memory.size(), false);
+        }
+        segment->slots.resize(slots_per_segment_);
+        for (std::size_t i = 0; i < segment->slots.size(); ++i) {
+            Slot& slot = segment->slots[i];
+            slot.data = segment->memory.data() + i * slot_bytes_;
+            slot.segment = index;
+            if (device_ != nullptr) {
+                const cuda::Device::Scope scope(*device_);
+                slot.copied = cuda::Event(device_);
+            }
+        }
+    } catch (const Error& error) {
+        std::lock_guard lock(mutex_);
+        if (segments_.empty()) throw;
+        // Slower with fewer slots, but it works: remembered, and reported once.
+        max_segments_ = segments_.size();
+        shortfall_ = error.what();
+        return false;
+    }
+    std::lock_guard lock(mutex_);
+    for (Slot& slot : segment->slots) free_.push_back(&slot);
+    segments_.push_back(std::move(segment));
+    returned_.notify_all();
+    return true;
+}
+
+Slot* StagingRing::try_acquire() {
+    for (;;) {
+        {
+            std::lock_guard lock(mutex_);
+            if (Slot* slot = take_free_or_copied()) return slot;
+            if (segments_.size() >= max_segments_) return nullptr;
+        }
+        if (!grow()) return nullptr;
+    }
+}
+
+Slot* StagingRing::acquire() {
+    for (;;) {
+        if (Slot* slot = try_acquire()) return slot;
+        Slot* oldest = nullptr;
+        {
+            std::unique_lock lock(mutex_);
+            returned_.wait(lock, [&] { return !free_.empty() || !copying_.empty(); });
+            if (!free_.empty()) continue;
+            // Taken off the queue first, so that each waiter waits for a slot of its own.
+            oldest = copying_.front();
+            copying_.pop_front();
+        }
+        try {
+            oldest->copied.synchronize();
+        } catch (const Error&) {
+            release(oldest);
+            throw;
+        }
+        return oldest;
+    }
+}
+
+void StagingRing::release(Slot* slot) {
+    {
+        std::lock_guard lock(mutex_);
+        free_.push_back(slot);
+    }
+    returned_.notify_one();
+}
+
+void StagingRing::release_after_copies(Slot* slot) {
+    {
+        std::lock_guard lock(mutex_);
+        copying_.push_back(slot);
+    }
+    returned_.notify_one();
+}
+
+std::size_t StagingRing::bytes() const {
+    std::lock_guard lock(mutex_);
+    return segments_.size() * segment_bytes();
+}
+
+std::size_t StagingRing::slots_total() const {
+    std::lock_guard lock(mutex_);
+    return segments_.size() * slots_per_segment_;
+}
+
+std::size_t StagingRing::slots_not_held() const {
+    std::lock_guard lock(mutex_);
+    return free_.size() + copying_.size();
+}
+
+std::string StagingRing::shortfall() const {
+    std::lock_guard lock(mutex_);
+    return shortfall_;
+}
+
+}  // namespace gdsstream

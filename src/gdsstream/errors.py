@@ -1,0 +1,134 @@
+"""Every error gdsstream raises, in one tree.
+
+GdsStreamError
+├── ConfigError (ValueError)              a knob, argument or environment variable is wrong
+├── CheckpointError                       a file is not what it has to be
+│   ├── CheckpointNotFoundError (FileNotFoundError)
+│   ├── HeaderError (ValueError)          the header breaks the format's promises
+│   ├── TruncatedFileError                the file is shorter than its header promises
+│   ├── TensorNotFoundError (KeyError)    no tensor of that name
+│   └── DtypeError (TypeError)            a dtype torch cannot hold
+├── ReadError (OSError)                   the storage failed while bytes were read
+│   ├── ShortReadError                    fewer bytes arrived than the file promised
+│   └── FileChangedError                  replaced, truncated or rewritten since it was opened
+├── EngineError (RuntimeError)            the engine cannot do what was asked
+│   ├── BackendUnavailableError           a backend asked for by name cannot run here
+│   ├── CudaError                         the CUDA driver refused
+│   ├── ForkedProcessError                the engine belongs to the parent process
+│   ├── EngineClosedError                 used after close()
+│   └── TransferCancelledError            the transfer was cancelled before it was complete
+└── MemoryBudgetError (MemoryError)       staging, host cache or device memory does not suffice
+
+Each message says what happened, where (file, tensor, offset) and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class GdsStreamError(Exception):
+    """Root of all errors raised by gdsstream."""
+
+
+class ConfigError(GdsStreamError, ValueError):
+    """A knob, an argument or an environment variable has a value that cannot work."""
+
+
+class CheckpointError(GdsStreamError):
+    """A checkpoint or one of its files is not what it has to be."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The path does not lead to a readable checkpoint file."""
+
+    # FileNotFoundError formats (errno, text) pairs; a plain message is clearer here.
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class HeaderError(CheckpointError, ValueError):
+    """A header is not valid: length, JSON, offsets, shapes, dtypes or names."""
+
+
+class TruncatedFileError(CheckpointError):
+    """A file ends before the bytes that its header promises."""
+
+
+class TensorNotFoundError(CheckpointError, KeyError):
+    """No tensor of that name is in the checkpoint."""
+
+    # KeyError.__str__ is the repr of the key; ours is a sentence.
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class DtypeError(CheckpointError, TypeError):
+    """A dtype of the file has no counterpart in this version of torch."""
+
+
+class ReadError(GdsStreamError, OSError):
+    """The storage failed while bytes were read; `errno` holds the system's reason where it gave one."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class ShortReadError(ReadError):
+    """Fewer bytes arrived than the file promised."""
+
+
+class FileChangedError(ReadError):
+    """A file was replaced, truncated or rewritten since it was opened."""
+
+
+class EngineError(GdsStreamError, RuntimeError):
+    """The engine cannot do what was asked."""
+
+
+class BackendUnavailableError(EngineError):
+    """A backend that was asked for by name cannot run on this machine."""
+
+
+class CudaError(EngineError):
+    """A call of the CUDA driver failed."""
+
+
+class ForkedProcessError(EngineError):
+    """The engine was opened in the parent process; open a new one in this process."""
+
+
+class EngineClosedError(EngineError):
+    """The engine or handle was used after close()."""
+
+
+class TransferCancelledError(EngineError):
+    """The transfer was cancelled before every byte was there."""
+
+
+class MemoryBudgetError(GdsStreamError, MemoryError):
+    """Staging memory, host cache or device memory does not suffice for the request."""
+
+
+__all__ = [
+    "BackendUnavailableError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ConfigError",
+    "CudaError",
+    "DtypeError",
+    "EngineClosedError",
+    "EngineError",
+    "FileChangedError",
+    "ForkedProcessError",
+    "GdsStreamError",
+    "HeaderError",
+    "MemoryBudgetError",
+    "ReadError",
+    "ShortReadError",
+    "TensorNotFoundError",
+    "TransferCancelledError",
+    "TruncatedFileError",
+]
