@@ -1,0 +1,1 @@
+"""Files that lie about themselves, made when the tests run."""
