@@ -1,0 +1,137 @@
+"""The native engine: readers, staging ring, copies and fences. Internal: use the modules above it.
+
+Sizes and offsets are bytes; addresses and CUDA stream handles are plain integers. Errors are those of
+gdsstream.errors.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Span = tuple[int, int, int, int, int]
+
+def cuda_reason() -> str:
+    """Why the CUDA driver cannot be used, or an empty string."""
+
+def io_uring_reason() -> str:
+    """Why io_uring cannot be used, or an empty string."""
+
+def file_alignment(path: str) -> tuple[int, int]:
+    """(memory, offset) alignment that O_DIRECT needs, by statx; (0, 0) where untold."""
+
+def direct_io_works(path: str) -> bool:
+    """Whether one O_DIRECT read succeeds. ReadError for a file that cannot be opened."""
+
+def resident_bytes(path: str, offset: int, nbytes: int) -> int:
+    """How many of the bytes are in the page cache, by mincore. ReadError."""
+
+def pci_bus_id(ordinal: int) -> str:
+    """A CUDA device's PCI address, such as "0000:3b:00.0". BackendUnavailableError without a driver."""
+
+def cut_for_tests(
+    file: NDArray[np.int32],
+    offset: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+    target: NDArray[np.uint64],
+    group: NDArray[np.int32],
+    task_bytes: int,
+    alignment: int,
+    read_bytes: int,
+    ramp_tasks: int,
+) -> list[tuple[int, list[_Span], list[_Span]]]:
+    """How extents are cut: (group, reads, copies) of each task. A read is (file, offset, nbytes, wanted, place in
+    the slot), a copy (place in the slot, target, nbytes, file, 0)."""
+
+class File:
+    """An open file with the stamp that it has to keep: (device, inode, size, mtime_ns, ctime_ns)."""
+
+    def __init__(self, path: str, stamp: tuple[int, int, int, int, int]) -> None:
+        """Opens it. ReadError, or FileChangedError where the stamp differs."""
+
+    def resident_fraction(self) -> float:
+        """The share of the file in the page cache, from windows spread over it; 1 for an empty file."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def mapped(self) -> bool: ...
+
+class Lane:
+    """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread."""
+
+    def __init__(
+        self,
+        reader: str,
+        *,
+        direct: bool,
+        threads: int,
+        depth: int,
+        read_bytes: int,
+        fixed_buffers: bool = False,
+        faults: str = "",
+    ) -> None: ...
+
+class Transfer:
+    """Bytes under way. A group of -1 stands for all groups."""
+
+    def wait(self, group: int, seconds: float) -> bool:
+        """Whether the group has landed, waiting for at most `seconds`; raises the transfer's failure."""
+
+    def order_before(self, group: int, stream: int) -> None:
+        """Make a stream wait for the copies of a group that has landed."""
+
+    def cancel(self) -> None: ...
+    def drained(self) -> bool:
+        """Whether nothing can write to the destination any more."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+class Engine:
+    """Lanes, a staging ring and a sink. `device` is a CUDA ordinal, or negative for CPU memory."""
+
+    def __init__(
+        self,
+        *,
+        device: int,
+        slot_bytes: int,
+        staging_bytes: int,
+        numa_node: int,
+        cpus: Sequence[int],
+        lanes: Sequence[Lane],
+    ) -> None: ...
+    def submit(
+        self,
+        files: Sequence[File],
+        file_lane: Sequence[int],
+        file: NDArray[np.int32],
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        target: NDArray[np.uint64],
+        group: NDArray[np.int32],
+        groups: int,
+        stream: int,
+    ) -> Transfer: ...
+    def gather(
+        self,
+        files: Sequence[File],
+        file_lane: Sequence[int],
+        file: NDArray[np.int32],
+        offset: NDArray[np.int64],
+        record_bytes: int,
+        target: int,
+        stream: int,
+    ) -> Transfer: ...
+    def map(self, file: File) -> None:
+        """Map a file, bring it into memory and, on a GPU, register it."""
+
+    def close(self) -> None: ...
+    def counters(self) -> dict[str, int]: ...
+    def take_notes(self) -> list[str]: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def forked(self) -> bool: ...

@@ -1,0 +1,318 @@
+"""The native engine behind the contract of base.py: what the staged and the mapped route share.
+
+A native engine has lanes (threads with one kind of reader each); which lane reads a file is all that the routes
+decide. Python hands over raw addresses and waits; it never touches the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gdsstream import _native
+from gdsstream.config import StreamConfig
+from gdsstream.devices import current_stream, driver_replaced, memory_of
+from gdsstream.engine.base import (
+    Engine,
+    Extents,
+    SourceFile,
+    Stamp,
+    Transfer,
+    check_buffers,
+    check_group,
+    check_plan,
+    check_process,
+)
+from gdsstream.errors import BackendUnavailableError, ConfigError
+from gdsstream.topology import gpu_numa_node, node_cpus
+
+log = logging.getLogger(__name__)
+
+# Longer than a wake-up costs, shorter than a person notices: after each the interpreter handles signals.
+_POLL_S = 0.05
+_MAX_AUTO_THREADS = 16
+_AUTO_DEPTH = 64
+_URING_THREADS = 2
+# Where io_uring is not to be had, only many threads keep a disk's queue filled.
+_DIRECT_PREAD_THREADS = 32
+# Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
+_DIRECT_READ_BYTES = 1 << 20
+
+PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
+
+
+class OpenFile(NamedTuple):
+    """A file that a native engine has open, and the lane that reads it."""
+
+    path: str
+    stamp: Stamp
+    native: _native.File
+    lane: int
+
+
+class NativeTransfer(Transfer):
+    """A transfer of the native engine; see base.Transfer."""
+
+    def __init__(self, engine: NativeEngine, native: _native.Transfer, groups: int, keep: Sequence[object]) -> None:
+        self._engine = engine
+        self._native = native
+        self._groups = groups
+        self._pid = os.getpid()
+        self._keep: tuple[object, ...] | None = tuple(keep)
+        self._complete = False
+
+    def wait(self, group: int | None = None, timeout_s: float | None = None) -> None:
+        check_process(self._pid, "transfer")
+        check_group(group, self._groups)
+        number = -1 if group is None else group
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = _POLL_S if deadline is None else max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            if self._native.wait(number, left):
+                break
+            if deadline is not None and time.monotonic() >= deadline:
+                what = "transfer" if group is None else f"group {group}"
+                raise TimeoutError(f"the {what} is not complete after {timeout_s} s; wait again, or cancel it")
+        self._native.order_before(number, current_stream(self._engine.device))
+        if group is None:
+            self._complete = True
+            self._keep = None
+        self._engine.report_notes()
+
+    def done(self, group: int | None = None) -> bool:
+        check_process(self._pid, "transfer")
+        check_group(group, self._groups)
+        try:
+            return self._native.wait(-1 if group is None else group, 0.0)
+        except Exception:
+            return True
+
+    def cancel(self) -> None:
+        if self._pid == os.getpid():
+            self._native.cancel()
+
+    def __del__(self) -> None:
+        # Dropped before it was complete: what may still be written to has to stay allocated until it has drained.
+        keep = getattr(self, "_keep", None)
+        if keep is not None and not self._complete and self._pid == os.getpid():
+            self._native.cancel()
+            self._engine.quarantine(self._native, keep)
+
+
+class NativeEngine(Engine):
+    """A native engine on one device. Subclasses decide which lane reads a file (`lane_of`)."""
+
+    def __init__(self, device: torch.device, config: StreamConfig) -> None:
+        super().__init__(device)
+        self.config = config
+        self._lock = threading.Lock()
+        self._quarantined: list[tuple[_native.Transfer, Sequence[object]]] = []
+        self._transfers = 0
+        self._lanes_used: set[int] = set()
+        self._lanes, self._lane_names = _lanes(config)
+        node = gpu_numa_node(_native.pci_bus_id(device.index)) if device.type == "cuda" and config.numa else -1
+        self._native = _native.Engine(
+            device=device.index if device.type == "cuda" else -1,
+            slot_bytes=config.slot_bytes,
+            staging_bytes=config.staging_bytes,
+            numa_node=node,
+            cpus=node_cpus(node),
+            lanes=self._lanes,
+        )
+
+    def lane_of(self, file: SourceFile, native: _native.File) -> int:
+        """Which lane reads `file`; may prepare it (map it). Raises as `open` does."""
+        raise NotImplementedError
+
+    def open(self, files: Sequence[SourceFile]) -> list[OpenFile]:
+        """Open files for repeated submits: descriptors are kept, and the lane is decided once.
+
+        Raises ReadError for a file that cannot be opened, FileChangedError for one that is no longer what its stamp
+        says.
+        """
+        self.check_usable()
+        opened = []
+        for file in files:
+            if isinstance(file, OpenFile):
+                opened.append(file)
+                continue
+            stamp = file.stamp
+            native = _native.File(file.path, (stamp.device, stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns))
+            opened.append(OpenFile(file.path, stamp, native, self.lane_of(file, native)))
+        return opened
+
+    def submit(self, files: Sequence[SourceFile], plan: Extents, buffers: Sequence[torch.Tensor]) -> NativeTransfer:
+        self.check_usable()
+        check_plan(plan, len(files))
+        check_buffers(buffers, plan.buffer_bytes, memory_of(self.device))
+        bases = np.fromiter((buffer.data_ptr() for buffer in buffers), dtype=np.uint64, count=len(buffers))
+        targets = bases[plan.buffer] + plan.buffer_offset.astype(np.uint64) if len(plan.file) else bases[:0]
+        return self.submit_to(files, plan, targets, keep=buffers)
+
+    def submit_to(
+        self, files: Sequence[SourceFile], plan: Extents, targets: NDArray[np.uint64], keep: Sequence[object]
+    ) -> NativeTransfer:
+        """As `submit`, to addresses that the caller vouches for; `keep` owns them."""
+        opened = self.open(files)
+        self._sweep()
+        native = self._native.submit(
+            [file.native for file in opened],
+            [file.lane for file in opened],
+            plan.file,
+            plan.file_offset,
+            plan.nbytes,
+            targets,
+            plan.group,
+            plan.num_groups,
+            current_stream(self.device),
+        )
+        return self._started(native, plan.num_groups, opened, keep)
+
+    def gather(
+        self,
+        files: Sequence[SourceFile],
+        file_index: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        record_bytes: int,
+        out: torch.Tensor,
+    ) -> NativeTransfer:
+        """Read records of `record_bytes` bytes at (file_index[i], offsets[i]) into row i of `out`.
+
+        `out` is a contiguous uint8 tensor [n, record_bytes] on the engine's device.
+        """
+        opened = self.open(files)
+        self._sweep()
+        native = self._native.gather(
+            [file.native for file in opened],
+            [file.lane for file in opened],
+            file_index,
+            offsets,
+            record_bytes,
+            out.data_ptr(),
+            current_stream(self.device),
+        )
+        return self._started(native, 1, opened, [out])
+
+    def _started(
+        self, native: _native.Transfer, groups: int, opened: Sequence[OpenFile], keep: Sequence[object]
+    ) -> NativeTransfer:
+        self._transfers += 1
+        self._lanes_used.update(file.lane for file in opened)
+        return NativeTransfer(self, native, groups, keep)
+
+    def quarantine(self, native: _native.Transfer, keep: Sequence[object]) -> None:
+        """Keep `keep` alive until nothing of the transfer can write to it any more."""
+        if not native.drained():
+            with self._lock:
+                self._quarantined.append((native, keep))
+
+    def _sweep(self) -> None:
+        if self._quarantined:
+            with self._lock:
+                self._quarantined = [entry for entry in self._quarantined if not entry[0].drained()]
+
+    @property
+    def route(self) -> str:
+        used = sorted(self._lanes_used)
+        if not used:
+            return "nothing read yet"
+        end = "CPU memory" if self.device.type == "cpu" else str(self.device)
+        if driver_replaced():
+            end += " (stand-in driver)"
+        return " + ".join(f"{self._lane_names[lane]} -> {end}" for lane in used)
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the engine was opened, and its present size: `transfers`, `reads`, `read_bytes`, `bytes`
+        (delivered), `copies`, `copied_bytes`, `tasks`, `failed_tasks`, `threads`, `staging_bytes`, `staging_slots`,
+        `staging_slots_held`, `quarantined` (transfers given up whose memory may still be written to)."""
+        self._sweep()
+        counters: dict[str, int | float] = dict(self._native.counters())
+        counters["bytes"] = counters["copied_bytes"] or counters["read_bytes"]
+        return {**counters, "transfers": self._transfers, "quarantined": len(self._quarantined)}
+
+    def report_notes(self) -> None:
+        """Log once what did not go as asked but works: a smaller ring, no fixed buffers."""
+        for note in self._native.take_notes():
+            log.warning("%s engine on %s: %s", self.name, self.device, note)
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        self._closed = True
+        self._native.close()
+        self.report_notes()
+        with self._lock:
+            self._quarantined.clear()
+
+
+def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
+    """The three lanes, in the order of PAGE_CACHE, DIRECT, MAPPED, and what to call them."""
+    cores = len(os.sched_getaffinity(0))
+    threads = config.num_threads or min(cores, _MAX_AUTO_THREADS)
+    depth = config.io_depth or _AUTO_DEPTH
+    reason = _native.io_uring_reason() if config.reader != "pread" else 'reader="pread"'
+    if config.reader == "io_uring" and reason:
+        raise BackendUnavailableError(f'reader="io_uring" cannot run: {reason}; use reader="auto" or "pread"')
+    if config.reader == "auto" and reason:
+        _say_once(f"reads with O_DIRECT use threads instead of io_uring: {reason}")
+    buffered = "io_uring" if config.reader == "io_uring" else "pread"
+    direct = "pread" if reason else "io_uring"
+    uring_threads = config.num_threads or min(cores, _URING_THREADS)
+    direct_threads = (config.num_threads or _DIRECT_PREAD_THREADS) if direct == "pread" else uring_threads
+    lanes = [
+        _native.Lane(
+            buffered,
+            direct=False,
+            threads=threads,
+            depth=depth if buffered == "io_uring" else 1,
+            read_bytes=config.slot_bytes,
+            faults=config.faults,
+        ),
+        _native.Lane(
+            direct,
+            direct=True,
+            threads=direct_threads,
+            depth=depth if direct == "io_uring" else 1,
+            read_bytes=min(config.slot_bytes, _DIRECT_READ_BYTES),
+            fixed_buffers=direct == "io_uring",
+            faults=config.faults,
+        ),
+        _native.Lane("mapped", direct=False, threads=1, depth=1, read_bytes=config.slot_bytes, faults=config.faults),
+    ]
+    return lanes, [
+        f"page cache by {buffered} x{threads}",
+        f"O_DIRECT by {direct} x{direct_threads}" + (f" of depth {depth}" if direct == "io_uring" else ""),
+        "registered page cache",
+    ]
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
+
+
+def check_records(file_index: NDArray[np.int32], offsets: NDArray[np.int64], record_bytes: int, num_files: int) -> None:
+    """Raise ConfigError, naming the first bad record, unless indices and offsets can be read."""
+    if file_index.shape != offsets.shape or file_index.ndim != 1:
+        raise ConfigError(f"file_index {file_index.shape} and offsets {offsets.shape} have to be equally long vectors")
+    if record_bytes <= 0:
+        raise ConfigError(f"records have {record_bytes} bytes; it has to be at least 1")
+    bad = (file_index < 0) | (file_index >= num_files)
+    if bad.any():
+        at = int(bad.argmax())
+        raise ConfigError(f"record {at} names file {int(file_index[at])}; there are {num_files}, counted from 0")
+    if (offsets < 0).any():
+        at = int((offsets < 0).argmax())
+        raise ConfigError(f"record {at} has the negative offset {int(offsets[at])}")
