@@ -154,13 +154,11 @@ NB_MODULE(_native, m) {
           });
 
     nb::class_<File>(m, "File", nb::is_weak_referenceable())
-        .def(
-            "__init__",
-            [](File* self, std::string path,
-               std::tuple<std::uint64_t, std::uint64_t, std::int64_t, std::int64_t, std::int64_t> stamp) {
-                new (self) File(std::move(path), to_stamp(stamp));
-            },
-            nb::arg("path"), nb::arg("stamp"))
+        .def(nb::new_([](std::string path,
+                         std::tuple<std::uint64_t, std::uint64_t, std::int64_t, std::int64_t, std::int64_t> stamp) {
+                 return std::make_shared<File>(std::move(path), to_stamp(stamp));
+             }),
+             nb::arg("path"), nb::arg("stamp"))
         .def_prop_ro("path", &File::path)
         .def_prop_ro("nbytes", &File::size)
         .def("resident_fraction", &File::resident_fraction, Release(),
@@ -217,6 +215,7 @@ NB_MODULE(_native, m) {
             },
             nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("record_bytes"),
             nb::arg("target"), nb::arg("stream"))
+        .def("prepare", &Engine::prepare, nb::arg("lane"), Release())
         .def("map", &Engine::map, nb::arg("file"), Release())
         .def("close", &Engine::close, Release())
         .def("counters", &Engine::counters)

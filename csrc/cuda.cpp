@@ -153,6 +153,13 @@ std::string Device::pci_bus_id() const {
 
 void Device::attach_thread() const { check(driver()->set_current(context_), "making the context current"); }
 
+bool Device::copying() const {
+    const Result result = driver()->stream_query(stream_);
+    if (result == kNotReady) return true;
+    check(result, "asking whether copies are under way");
+    return false;
+}
+
 Device::Scope::Scope(const Device& device) {
     check(driver()->push_current(device.context_), "making the context current");
 }

@@ -70,6 +70,8 @@ class Device {
     std::string pci_bus_id() const;
     // Makes the context current in a thread that belongs to the engine.
     void attach_thread() const;
+    // Whether the copy stream has something left to do. The calling thread has the context current.
+    bool copying() const;
 
     // Makes the context current in a thread of the caller's, and gives the caller's own back.
     class Scope {

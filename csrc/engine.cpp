@@ -16,14 +16,17 @@ constexpr std::uint64_t kMinSlotBytes = 64 << 10;
 // A mapped copy is cut so that groups and cancels do not wait for more than about 5 ms of one copy.
 constexpr std::uint64_t kMappedTaskBytes = 256 << 20;
 
+// Enough small copies to bridge the time in which the first full slot is read.
+constexpr unsigned kRampTasks = 4;
+
 CutRules rules_for(const LaneConfig& lane, std::uint64_t slot_bytes, bool gpu) {
     CutRules rules;
     rules.task_bytes = lane.reader == ReaderKind::mapped && gpu ? kMappedTaskBytes : slot_bytes;
     // A page satisfies O_DIRECT on every device with blocks up to 4 KiB; storage.py keeps larger ones off this lane.
     rules.alignment = lane.direct ? kPageBytes : 1;
-    rules.read_bytes = std::clamp<std::uint64_t>(lane.read_bytes, kPageBytes, rules.task_bytes);
+    rules.read_bytes = align_down(std::clamp<std::uint64_t>(lane.read_bytes, kPageBytes, slot_bytes), kPageBytes);
     // Full slots at once would leave the link idle until the first of them is full.
-    rules.ramp_tasks = lane.reader == ReaderKind::pread && gpu ? lane.threads : 0;
+    rules.ramp_tasks = lane.reader == ReaderKind::pread && gpu ? kRampTasks : 0;
     return rules;
 }
 
@@ -52,8 +55,8 @@ void check_extents(const std::vector<std::shared_ptr<File>>& files, const std::v
 Engine::Engine(EngineConfig config) : config_(std::move(config)), pid_(::getpid()) {
     if (config_.lanes.empty()) throw Error(ErrorKind::config, "an engine needs at least one lane");
     if (config_.slot_bytes < kMinSlotBytes || config_.slot_bytes % kPageBytes != 0) {
-        throw Error(ErrorKind::config, "chunk_size is " + std::to_string(config_.slot_bytes) +
-                                           " bytes; it has to be a multiple of 4096 and at least 65536");
+        throw Error(ErrorKind::config, "a slot has " + std::to_string(config_.slot_bytes) +
+                                           " bytes; it has to be a multiple of 4096, at least 65536");
     }
     if (config_.device >= 0) device_ = cuda::Device::open(config_.device);
     const bool gpu = device_ != nullptr;
@@ -118,7 +121,10 @@ std::shared_ptr<Transfer> Engine::submit(std::vector<std::shared_ptr<File>> file
     std::vector<std::vector<Task>> tasks(lanes_.size());
     std::vector<std::uint64_t> tasks_of_group(groups, 0);
     for (std::uint32_t i = 0; i < lanes_.size(); ++i) {
-        tasks[i] = cut_tasks(transfer->lists().extents, transfer->lists().file_lane, i, lanes_[i]->rules());
+        CutRules rules = lanes_[i]->rules();
+        // Behind other work there is no idle link to hurry for.
+        if (lanes_[i]->busy()) rules.ramp_tasks = 0;
+        tasks[i] = cut_tasks(transfer->lists().extents, transfer->lists().file_lane, i, rules);
         for (const Task& task : tasks[i]) ++tasks_of_group[task.group];
     }
     if (device_ == nullptr) {
@@ -135,6 +141,19 @@ void Engine::map(File& file) {
     file.map(device_);
 }
 
+void Engine::prepare(std::uint32_t lane) {
+    check_usable();
+    if (lane >= lanes_.size()) throw Error(ErrorKind::config, "lane " + std::to_string(lane) + " does not exist");
+    lanes_[lane]->start_threads();
+    const bool staged = lanes_[lane]->config().reader != ReaderKind::mapped;
+    std::shared_ptr<StagingRing> ring;
+    {
+        std::lock_guard lock(mutex_);
+        ring = shared_->ring;
+    }
+    if (ring != nullptr && staged && (device_ != nullptr || lanes_[lane]->config().direct)) ring->grow_to_limit();
+}
+
 void Engine::close() {
     if (forked()) return;
     {
@@ -143,16 +162,9 @@ void Engine::close() {
         closed_ = true;
     }
     for (std::unique_ptr<Lane>& lane : lanes_) lane->stop();
-    if (device_ != nullptr) {
-        // Copies may still read the ring: it must not be unregistered under them.
-        try {
-            cuda::Event last = shared_->sink->mark();
-            while (!shared_->sink->complete(last)) std::this_thread::sleep_for(std::chrono::microseconds(50));
-            shared_->sink->give_back(std::move(last));
-        } catch (const Error&) {
-            // A broken context completes nothing any more, and its copies have ended with it.
-        }
-    }
+    // Copies may still read the ring: it must not be unregistered under them.
+    while (!shared_->sink->idle()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    std::lock_guard lock(mutex_);  // counters() may be looking at it
     shared_->ring.reset();
 }
 

@@ -17,8 +17,8 @@
 namespace gdsstream {
 
 struct EngineConfig {
-    int device = -1;  // CUDA ordinal; < 0: bytes go to CPU memory
-    std::uint64_t slot_bytes = 0;
+    int device = -1;               // CUDA ordinal; < 0: bytes go to CPU memory
+    std::uint64_t slot_bytes = 0;  // of the ring: the most that one copy takes
     std::uint64_t staging_bytes = 0;
     int numa_node = -1;
     std::vector<int> cpus;
@@ -40,6 +40,9 @@ class Engine {
 
     // Maps a file and, for a GPU engine, registers its pages.
     void map(File& file);
+
+    // Pays now for what the first transfer through `lane` would pay: its threads, and the whole staging ring.
+    void prepare(std::uint32_t lane);
 
     // Stops the workers, waits for the copies under way, and lets go of all memory. Idempotent.
     void close();

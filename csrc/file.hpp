@@ -24,7 +24,9 @@ struct Stamp {
     bool operator==(const Stamp&) const = default;
 };
 
-class File {
+// Shared between Python and transfers without the interpreter: whoever drops it last, a worker too, needs no lock of
+// its.
+class File : public std::enable_shared_from_this<File> {
   public:
     // Opens `path` and compares it with `expected`. Throws Error(read) or Error(changed).
     File(std::string path, const Stamp& expected);

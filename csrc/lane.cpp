@@ -2,18 +2,21 @@
 
 #include <signal.h>
 
+#include <algorithm>
+#include <optional>
+#include <system_error>
 #include <utility>
 
 #include "worker.hpp"
 
 namespace gdsstream {
 
-Lane::Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared)
-    : config_(std::move(config)), rules_(rules), shared_(std::move(shared)) {}
-
-Lane::~Lane() { stop(); }
-
 namespace {
+
+// A part smaller than this costs more to hand out than to read.
+constexpr std::uint64_t kMinPartBytes = 64 << 10;
+// Parts for each worker, so that a short transfer ends on all of them at about the same time.
+constexpr std::uint64_t kPartsPerThread = 4;
 
 // Signals belong to the interpreter's threads: a worker must not be the one that is interrupted.
 class SignalsBlocked {
@@ -33,36 +36,135 @@ class SignalsBlocked {
 
 }  // namespace
 
+Lane::Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared)
+    : config_(std::move(config)), rules_(rules), shared_(std::move(shared)) {}
+
+Lane::~Lane() { stop(); }
+
 void Lane::enqueue(std::shared_ptr<Transfer> transfer, std::vector<Task> tasks) {
     if (tasks.empty()) return;
-    const std::size_t count = tasks.size();
+    std::uint64_t bytes = 0;
+    for (const Task& task : tasks) bytes += task.bytes;
+    const std::uint64_t share = align_up(bytes / (config_.threads * kPartsPerThread) + 1, kPageBytes);
+    const std::uint64_t part_bytes = std::clamp(share, std::min(kMinPartBytes, rules_.read_bytes), rules_.read_bytes);
+    std::optional<Error> refused;
+    bool fewer_threads = false;
     {
         std::lock_guard lock(mutex_);
-        queue_.push_back(Queued{std::move(transfer), std::move(tasks), 0});
-        const SignalsBlocked blocked;  // threads inherit the mask
-        while (threads_.size() < config_.threads) {
+        if (stopping_) {
+            refused = Error(ErrorKind::closed, "the engine was closed while a transfer was submitted");
+        } else {
+            fewer_threads = !start_threads_locked();
+            if (threads_.empty()) {
+                refused = Error(ErrorKind::unavailable,
+                                "no reader thread could be started; raise the limit of threads (ulimit -u) or of "
+                                "memory (ulimit -v), or lower num_threads");
+            }
+        }
+        if (!refused) queue_.push_back(Queued{transfer, std::move(tasks), 0, part_bytes});
+    }
+    if (refused) {
+        // Other lanes may have begun: the transfer fails and drains as for any other reason.
+        transfer->fail(*refused);
+        for (const Task& task : tasks) transfer->retire(task.group);
+        return;
+    }
+    if (fewer_threads && shared_->note) {
+        shared_->note("fewer reader threads than asked for: the limit of threads or of memory is reached");
+    }
+    changed_.notify_one();
+}
+
+void Lane::start_threads() {
+    std::lock_guard lock(mutex_);
+    start_threads_locked();
+}
+
+bool Lane::start_threads_locked() {
+    const SignalsBlocked blocked;  // threads inherit the mask
+    try {
+        while (!stopping_ && threads_.size() < config_.threads) {
             threads_.emplace_back([this] { Worker(*this, *shared_).run(); });
         }
-    }
-    if (count < config_.threads) {
-        for (std::size_t i = 0; i < count; ++i) arrived_.notify_one();
-    } else {
-        arrived_.notify_all();
+        return true;
+    } catch (const std::system_error&) {
+        return false;
     }
 }
 
-bool Lane::claim(Claim& claim, bool wait) {
+bool Lane::busy() const {
+    std::lock_guard lock(mutex_);
+    return !queue_.empty() || open_ != nullptr;
+}
+
+bool Lane::claim(Part& part, bool wait) {
     std::unique_lock lock(mutex_);
-    if (wait) arrived_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
-    if (queue_.empty()) return false;
-    Queued& front = queue_.front();
-    claim.task = front.tasks[front.next++];
-    if (front.next == front.tasks.size()) {
-        claim.transfer = std::move(front.transfer);
-        queue_.pop_front();
-    } else {
-        claim.transfer = front.transfer;
+    for (;;) {
+        if (hand_out(part)) return true;
+        if (!opening_ && !queue_.empty()) {
+            if (!open_next(lock, wait)) return false;
+            continue;
+        }
+        if (!wait || (stopping_ && queue_.empty() && !opening_)) return false;
+        changed_.wait(lock);
     }
+}
+
+bool Lane::hand_out(Part& part) {
+    if (open_ == nullptr) return false;
+    part.work = open_;
+    part.next = handed_out_;
+    std::uint64_t bytes = 0;
+    while (handed_out_ < open_->reads.size() &&
+           (bytes == 0 || bytes + open_->reads[handed_out_].bytes <= part_bytes_)) {
+        bytes += open_->reads[handed_out_++].bytes;
+    }
+    part.end = handed_out_;
+    if (handed_out_ == open_->reads.size()) open_.reset();
+    return true;
+}
+
+bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
+    Queued& front = queue_.front();
+    const Task task = front.tasks[front.next];
+    const std::shared_ptr<Transfer> transfer = front.transfer;
+    const std::uint64_t part_bytes = front.part_bytes;
+    opening_ = true;
+    lock.unlock();
+
+    std::shared_ptr<Work> work;
+    bool over = transfer->aborted();
+    if (!over) {
+        try {
+            CutRules rules = rules_;
+            rules.read_bytes = part_bytes;
+            work = open_work(transfer, task, config_, rules, *shared_, may_wait);
+            // Mapped files need no reads: there is nothing to hand out.
+            if (work != nullptr && work->reads.empty()) finish_reads(*work, 0, *shared_);
+        } catch (const Error& error) {
+            transfer->fail(error);
+            over = true;
+        }
+        if (over) transfer->retire(task.group);
+    } else {
+        transfer->retire(task.group);
+    }
+
+    lock.lock();
+    opening_ = false;
+    if (work == nullptr && !over) {
+        // Somebody who can afford to wait for a slot should try.
+        changed_.notify_one();
+        return false;
+    }
+    // Only the opener takes tasks off, and others only append: the front is still the same.
+    if (++queue_.front().next == queue_.front().tasks.size()) queue_.pop_front();
+    if (work != nullptr && !work->reads.empty()) {
+        open_ = std::move(work);
+        handed_out_ = 0;
+        part_bytes_ = part_bytes;
+    }
+    changed_.notify_all();
     return true;
 }
 
@@ -76,7 +178,7 @@ void Lane::stop() {
         }
         threads.swap(threads_);
     }
-    arrived_.notify_all();
+    changed_.notify_all();
     for (std::thread& thread : threads) thread.join();
 }
 

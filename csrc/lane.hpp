@@ -1,72 +1,29 @@
 // A lane: the tasks that one kind of Reader works off, and the threads that do it.
 //
-// Transfers queue up first come, first served; each worker claims a task at a time. Threads start with the first
-// task, so that a lane that is never used costs nothing.
+// Transfers queue up first come, first served. A task fills a slot of many megabytes, so that the copy out of it is
+// large; the workers take it in parts, so that the slot is filled by all of them at once. Threads start with the first
+// task: a lane that is never used costs nothing.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
-#include "reader.hpp"
-#include "ring.hpp"
-#include "sink.hpp"
-#include "task.hpp"
-#include "transfer.hpp"
+#include "work.hpp"
 
 namespace gdsstream {
 
-enum class ReaderKind { pread, uring, mapped };
+// Reads [next, end) of a work: one worker's part of it.
+struct Part {
+    std::shared_ptr<Work> work;
+    std::size_t next = 0;
+    std::size_t end = 0;
 
-struct LaneConfig {
-    ReaderKind reader = ReaderKind::pread;
-    bool direct = false;
-    unsigned threads = 1;
-    unsigned depth = 1;            // reads under way in each thread
-    std::uint64_t read_bytes = 0;  // the most that one read takes
-    bool fixed_buffers = false;
-    std::string faults;  // see with_faults()
-};
-
-struct Claim {
-    std::shared_ptr<Transfer> transfer;
-    Task task;
-};
-
-// What one worker has under way for one claim.
-struct Work {
-    Claim claim;
-    Slot* slot = nullptr;
-    std::vector<ReadOp> reads;
-    std::vector<CopySpan> copies;  // sources are addresses here
-    std::size_t started = 0;
-    std::size_t finished = 0;
-    bool failed = false;
-};
-
-struct Counters {
-    std::atomic<std::uint64_t> reads{0};
-    std::atomic<std::uint64_t> read_bytes{0};
-    std::atomic<std::uint64_t> copies{0};
-    std::atomic<std::uint64_t> copied_bytes{0};
-    std::atomic<std::uint64_t> tasks{0};
-    std::atomic<std::uint64_t> failures{0};
-};
-
-// What workers share with the engine.
-struct Shared {
-    std::shared_ptr<Sink> sink;
-    std::shared_ptr<StagingRing> ring;
-    std::vector<int> cpus;  // where workers run; empty: anywhere
-    Counters counters;
-    std::function<void(const std::string&)> note;
+    bool empty() const { return next == end; }
 };
 
 class Lane {
@@ -80,10 +37,14 @@ class Lane {
     const CutRules& rules() const { return rules_; }
 
     void enqueue(std::shared_ptr<Transfer> transfer, std::vector<Task> tasks);
-    // A task, or false: none now (with `wait`: the lane is stopping).
-    bool claim(Claim& claim, bool wait);
-    // No more tasks are handed out; those queued are retired unread. Joins the threads.
+    // A part that is not empty; or false: none now (with `wait`: the lane is stopping).
+    bool claim(Part& part, bool wait);
+    // Transfers that are queued fail; their tasks are retired unread. Joins the threads.
     void stop();
+    // Whether tasks wait to be begun.
+    bool busy() const;
+    // Starts the threads before the first task does.
+    void start_threads();
     std::size_t threads_started() const;
 
   private:
@@ -91,14 +52,25 @@ class Lane {
         std::shared_ptr<Transfer> transfer;
         std::vector<Task> tasks;
         std::size_t next = 0;
+        std::uint64_t part_bytes = 0;
     };
+
+    // false: fewer than configured, since the system gives no more.
+    bool start_threads_locked();
+    bool hand_out(Part& part);
+    // Opens the next task without the lock, which it takes again. false: no slot is free now.
+    bool open_next(std::unique_lock<std::mutex>& lock, bool may_wait);
 
     const LaneConfig config_;
     const CutRules rules_;
     const std::shared_ptr<Shared> shared_;
     mutable std::mutex mutex_;
-    std::condition_variable arrived_;
+    std::condition_variable changed_;
     std::deque<Queued> queue_;
+    bool opening_ = false;  // some worker is opening the next task
+    std::shared_ptr<Work> open_;
+    std::size_t handed_out_ = 0;  // reads of open_
+    std::uint64_t part_bytes_ = 0;
     bool stopping_ = false;
     std::vector<std::thread> threads_;
 };

@@ -33,20 +33,23 @@ void FileDescriptor::reset() {
     if (fd_ >= 0) ::close(release());
 }
 
+Mapping::Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes), owner_(::getpid()) {}
+
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)), owner_(other.owner_) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
     if (this != &other) {
         reset();
         data_ = std::exchange(other.data_, nullptr);
         bytes_ = std::exchange(other.bytes_, 0);
+        owner_ = other.owner_;
     }
     return *this;
 }
 
 void Mapping::reset() {
-    if (data_ != nullptr) ::munmap(data_, bytes_);
+    if (data_ != nullptr && owner_ == ::getpid()) ::munmap(data_, bytes_);
     data_ = nullptr;
     bytes_ = 0;
 }

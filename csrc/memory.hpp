@@ -1,6 +1,8 @@
 // Descriptors and mappings that close themselves.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -35,7 +37,8 @@ class FileDescriptor {
     int fd_ = -1;
 };
 
-// An mmap that unmaps itself.
+// An mmap that unmaps itself, in the process that made it: forked children do not inherit the pages, and by the time
+// they drop the object something of theirs may lie at the address.
 class Mapping {
   public:
     Mapping() = default;
@@ -57,10 +60,11 @@ class Mapping {
     void reset();
 
   private:
-    Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
+    Mapping(std::byte* data, std::size_t bytes);
 
     std::byte* data_ = nullptr;
     std::size_t bytes_ = 0;
+    pid_t owner_ = 0;
 };
 
 // Pages are brought in by the kernel (MADV_POPULATE_READ / _WRITE): it reports a file that became too short as an

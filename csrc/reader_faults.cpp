@@ -54,7 +54,7 @@ class FaultyReader : public Reader {
         const std::string kind = fault.substr(0, mark);
         const char* first = mark == std::string::npos ? nullptr : fault.data() + mark + 1;
         const char* last = fault.data() + fault.size();
-        if (first == nullptr || std::from_chars(first, last, number).ptr != last) {
+        if (first == nullptr || first == last || std::from_chars(first, last, number).ptr != last) {
             throw Error(ErrorKind::config, "fault \"" + fault + "\" is not kind@number or kind=number");
         }
         if (kind == "eio") {

@@ -40,13 +40,13 @@ Slot* StagingRing::take_free_or_copied() {
     return nullptr;
 }
 
-bool StagingRing::grow() {
+bool StagingRing::grow(bool always) {
     // One thread pins memory while the others go on with the slots there are.
     std::lock_guard growing(grow_mutex_);
     unsigned index = 0;
     {
         std::lock_guard lock(mutex_);
-        if (!free_.empty()) return true;
+        if (!always && !free_.empty()) return true;
         if (segments_.size() >= max_segments_) return false;
         index = static_cast<unsigned>(segments_.size());
     }
@@ -82,6 +82,11 @@ bool StagingRing::grow() {
     return true;
 }
 
+void StagingRing::grow_to_limit() {
+    while (grow(true)) {
+    }
+}
+
 Slot* StagingRing::try_acquire() {
     for (;;) {
         {
@@ -108,7 +113,8 @@ Slot* StagingRing::acquire() {
         try {
             oldest->copied.synchronize();
         } catch (const Error&) {
-            release(oldest);
+            // Nobody knows whether its copies are complete: back to the slots that are asked before they are used.
+            release_after_copies(oldest);
             throw;
         }
         return oldest;

@@ -38,6 +38,8 @@ class StagingRing {
     // The same, waiting for the oldest copies to complete, or for another worker to give its slot back.
     Slot* acquire();
     void release(Slot* slot);
+    // All segments now instead of one by one.
+    void grow_to_limit();
     // The slot's event has been recorded behind its copies.
     void release_after_copies(Slot* slot);
 
@@ -56,7 +58,8 @@ class StagingRing {
     };
 
     Slot* take_free_or_copied();  // the lock is held
-    bool grow();
+    // Adds a segment, unless another thread just did; with `always`, even then. false: at the limit.
+    bool grow(bool always = false);
 
     const std::shared_ptr<cuda::Device> device_;
     const std::size_t slot_bytes_;

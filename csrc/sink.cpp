@@ -55,6 +55,15 @@ class CudaSink : public Sink {
         return event.complete();
     }
 
+    bool idle() override {
+        try {
+            const cuda::Device::Scope scope(*device_);
+            return !device_->copying();
+        } catch (const Error&) {
+            return true;
+        }
+    }
+
   private:
     const std::shared_ptr<cuda::Device> device_;
     cuda::EventPool events_;
@@ -73,6 +82,7 @@ class CpuSink : public Sink {
     void order_after(std::uintptr_t) override {}
     void order_before(std::uintptr_t, const cuda::Event&) override {}
     bool complete(const cuda::Event&) override { return true; }
+    bool idle() override { return true; }
 };
 
 }  // namespace

@@ -28,6 +28,9 @@ class Sink {
     // `stream` waits for `event`.
     virtual void order_before(std::uintptr_t stream, const cuda::Event& event) = 0;
     virtual bool complete(const cuda::Event& event) = 0;
+    // Whether no copy is under way: for where no event could be recorded. Never throws; a broken context is idle, since
+    // its copies have ended with it.
+    virtual bool idle() = 0;
 };
 
 std::unique_ptr<Sink> make_cuda_sink(std::shared_ptr<cuda::Device> device);

@@ -74,13 +74,16 @@ void Transfer::retire(std::uint32_t index) {
     if (!all_over) return;
     // The count reaches zero only behind the event: whoever sees zero may ask it.
     cuda::Event last;
+    bool marked = true;
     try {
         last = sink_->mark();
     } catch (const Error& error) {
+        marked = false;
         fail(error);
     }
     std::lock_guard lock(mutex_);
     last_ = std::move(last);
+    marked_ = marked;
     tasks_left_ = 0;
     changed_.notify_all();
 }
@@ -157,7 +160,12 @@ bool Transfer::drained() {
         std::lock_guard lock(mutex_);
         if (tasks_left_ > 0) return false;
     }
-    return sink_->complete(last_);
+    try {
+        if (marked_) return sink_->complete(last_);
+    } catch (const Error&) {
+        // The event cannot be asked; whether any copy is left can.
+    }
+    return sink_->idle();
 }
 
 }  // namespace gdsstream

@@ -45,6 +45,7 @@ class Transfer {
     // The stream waits for the group's copies. The group has landed.
     void order_before(int group, std::uintptr_t stream);
     void cancel();
+    // Whether nothing can write to the destination any more. Never throws.
     bool drained();
     std::uint64_t bytes() const { return bytes_; }
 
@@ -80,7 +81,8 @@ class Transfer {
     std::vector<Group> groups_;
     std::uint64_t tasks_left_ = 0;
     std::optional<Error> failure_;
-    cuda::Event last_;  // behind everything, recorded when the last task is retired
+    cuda::Event last_;    // behind everything, recorded when the last task is retired
+    bool marked_ = true;  // false: it could not be recorded
 };
 
 }  // namespace gdsstream

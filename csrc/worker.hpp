@@ -1,8 +1,8 @@
-// A worker: one thread's Reader x Sink loop. It begins tasks while its reader has room, hands what has arrived to the
-// sink, and retires tasks. It is the same for every route.
+// A worker: one thread's Reader x Sink loop. It starts reads while its reader has room, collects those that arrived,
+// and delivers the works that became complete. It is the same for every route.
 #pragma once
 
-#include <list>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -18,26 +18,17 @@ class Worker {
   private:
     void set_up();
     void top_up();
-    // Whether the claim is under way or over; false: no slot is free now.
-    bool begin(Claim& claim);
-    bool lay_out(Work& work);
-    void start_reads();
+    void start_next_read();
     void collect();
-    void deliver(Work& work);
-    void finish(std::list<Work>::iterator work);
-    void recycle(std::list<Work>::iterator work);
-    void settle(Work& work);
 
     Lane& lane_;
     Shared& shared_;
     std::unique_ptr<Reader> reader_;
-    std::unique_ptr<Error> broken_;  // why this worker cannot read; its tasks fail with it
-    std::list<Work> active_;
-    std::list<Work> spare_;  // kept for the capacity of their vectors
-    bool has_pending_ = false;
-    Claim pending_;
+    std::unique_ptr<Error> broken_;  // why this worker cannot read; its parts fail with it
+    Part part_;
+    std::size_t reads_under_way_ = 0;
+    std::uint64_t bytes_under_way_ = 0;
     std::vector<ReadOp*> arrived_;
-    std::vector<ReadSpan> spans_;
 };
 
 }  // namespace gdsstream

@@ -125,6 +125,9 @@ class Engine:
         target: int,
         stream: int,
     ) -> Transfer: ...
+    def prepare(self, lane: int) -> None:
+        """Start a lane's threads and pin the whole staging ring, before the first transfer does."""
+
     def map(self, file: File) -> None:
         """Map a file, bring it into memory and, on a GPU, register it."""
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
 from typing import Any, Self
 
 from gdsstream.errors import ConfigError
@@ -24,6 +25,8 @@ DEFAULT_CHUNK_BYTES = 4 * 2**20
 _OTHER_VARIABLES = frozenset({"GDSSTREAM_LIBCUDA"})
 _PREFIX = "GDSSTREAM_"
 _PAGE_BYTES = 4096
+_SLOTS = 16
+_CHUNKS_PER_SLOT = 4
 _MIN_CHUNK_BYTES = 64 * 1024
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -39,10 +42,10 @@ class StreamConfig:
             pread through the page cache).
         direct_io: True reads with O_DIRECT, False through the page cache; None decides file by file: O_DIRECT for
             files on a disk that are mostly not in the page cache.
-        chunk_size: bytes of one staging slot, and the most that one read through the page cache takes. A multiple of
-            4096, at least 64 KiB. Default 4 MiB; 8 MiB for "cufile", whose task size it is.
-        io_depth: reads that each io_uring thread keeps under way. Default 64.
-        num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 16.
+        chunk_size: the most bytes that one read takes. A multiple of 4096, at least 64 KiB. Default 4 MiB; 8 MiB for
+            "cufile", whose task size it is.
+        io_depth: reads that each io_uring thread keeps under way, within 16 MiB. Default 256.
+        num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 12.
         staging_bytes: the most pinned memory that the staging ring may grow to. Default 256 MiB.
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
         numa: whether threads and staging memory go to the GPU's NUMA node. Default True.
@@ -72,7 +75,7 @@ class StreamConfig:
             _whole("chunk_size", self.chunk_size, _MIN_CHUNK_BYTES, 2**30)
             if self.chunk_size % _PAGE_BYTES:
                 raise ConfigError(f"chunk_size is {self.chunk_size} bytes; it has to be a multiple of {_PAGE_BYTES}")
-        _whole("staging_bytes", self.staging_bytes, self.slot_bytes, 2**40)
+        _whole("staging_bytes", self.staging_bytes, self.chunk_bytes, 2**40)
         for name in ("numa", "register_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it is True or False")
@@ -115,9 +118,19 @@ class StreamConfig:
         return cls(**values)
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one staging slot of the native engine."""
+    def chunk_bytes(self) -> int:
+        """The most that one read of the native engine takes."""
         return self.chunk_size or DEFAULT_CHUNK_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one staging slot, and so of one copy to the GPU, which several reads fill together.
+
+        Each copy costs about 4 us beside its bytes, so that one of 4 MiB reaches 0.95 of the link and one of 16 MiB
+        0.99; but a ring of fewer than 16 slots leaves readers without one.
+        """
+        share = self.staging_bytes // _SLOTS // _PAGE_BYTES * _PAGE_BYTES
+        return max(self.chunk_bytes, min(_CHUNKS_PER_SLOT * self.chunk_bytes, share))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by name, for records and logs."""
@@ -129,8 +142,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?|)b?\s*", text.lower())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write 4194304, 4MiB or 256MB")
-    size = float(match[1]) * _UNITS[match[2]]
-    if size != int(size):
+    size = Fraction(match[1]) * _UNITS[match[2]]
+    if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(size)
 

@@ -85,8 +85,7 @@ def plan_separate(specs: Iterable[TensorSpec], group_of: Callable[[str], int] | 
         if DTYPES[dtype].per_element != 1:
             shape = torch_shape(dtype, shape)
         placements.append(Placement(name, dtype, shape, index, 0, nbytes))
-        if nbytes:
-            rows.append((file, offset, nbytes, index, 0, group_of(name) if group_of else 0))
+        rows.append((file, offset, nbytes, index, 0, group_of(name) if group_of else 0))
     return _build(rows, tuple(p.nbytes for p in placements), placements)
 
 
@@ -111,6 +110,11 @@ def plan_packed(
     run_end: tuple[int, int, int] | None = None  # group, file and offset at which the next tensor would continue
 
     for spec in sorted((s for s in specs if s.name not in claimed), key=lambda s: (group[s.name], s.file, s.offset)):
+        if not spec.nbytes:
+            # Without bytes it is aligned anywhere, and must not part the neighbours that it lies between.
+            placements[spec.name] = Placement(spec.name, spec.dtype, spec.torch_shape, 0, 0, 0)
+            rows.append((spec.file, spec.offset, 0, 0, 0, group[spec.name]))
+            continue
         continues = run_end == (group[spec.name], spec.file, spec.offset)
         if not continues or cursor % _item_bytes(spec.dtype):
             cursor = _align(cursor)
@@ -120,6 +124,8 @@ def plan_packed(
         run_end = (group[spec.name], spec.file, spec.offset + spec.nbytes)
 
     for name, whole in (fuse or {}).items():
+        if name in placements:
+            raise ConfigError(f"fused tensor {name!r} has the name of a stored one that is read too; rename it")
         cursor = _align(cursor)
         members = [_member(by_name, name, part) for part in whole.names]
         placements[name] = _fuse(name, whole, members, cursor)
@@ -128,7 +134,7 @@ def plan_packed(
             cursor += spec.nbytes
 
     order = [s.name for s in specs if s.name not in claimed] + list(fuse or {})
-    return _build([row for row in rows if row[2]], (cursor,), [placements[name] for name in order])
+    return _build(rows, (cursor,), [placements[name] for name in order])
 
 
 def _item_bytes(dtype: str) -> int:
@@ -166,6 +172,8 @@ def _build(rows: list[_Row], buffer_bytes: tuple[int, ...], placements: Sequence
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     if len(table) and (table[:, 5] < 0).any():
         raise ConfigError(f"group {int(table[:, 5].min())} is negative; groups count from 0")
+    num_groups = int(table[:, 5].max()) + 1 if len(table) else 1
+    table = table[table[:, 2] > 0]  # empty tensors count for their group only
     table = table[np.lexsort((table[:, 1], table[:, 0], table[:, 5]))]
     file, offset, nbytes, buffer, start, group = table.T
     if len(table) > 1:
@@ -188,7 +196,7 @@ def _build(rows: list[_Row], buffer_bytes: tuple[int, ...], placements: Sequence
         buffer_offset=np.ascontiguousarray(start),
         group=group.astype(np.int32),
         buffer_bytes=buffer_bytes,
-        num_groups=int(group.max()) + 1 if len(group) else 1,
+        num_groups=num_groups,
         placements=tuple(placements),
     )
 

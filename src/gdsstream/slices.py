@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from numbers import Integral
 from types import EllipsisType
 from typing import NamedTuple, TypeAlias
 
@@ -65,13 +66,7 @@ def select(shape: tuple[int, ...], item_bytes: int, index: object) -> Selection:
 
 
 def _expand(shape: tuple[int, ...], index: object) -> list[int | slice]:
-    items = list(index) if isinstance(index, tuple) else [index]
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, int | slice | EllipsisType):
-            raise ConfigError(
-                f"a stored tensor is indexed by ints, slices and one Ellipsis, not {type(item).__name__}; "
-                "for anything else read it with get_tensor and index the tensor"
-            )
+    items = [_plain(item) for item in (index if isinstance(index, tuple) else (index,))]
     ellipses = [axis for axis, item in enumerate(items) if item is ...]
     if len(ellipses) > 1:
         raise ConfigError("an index has at most one Ellipsis")
@@ -82,12 +77,26 @@ def _expand(shape: tuple[int, ...], index: object) -> list[int | slice]:
     return [*items[:at], *filler, *items[at + len(ellipses) :]]  # type: ignore[list-item]
 
 
+def _plain(item: object) -> Index:
+    if isinstance(item, slice | EllipsisType):
+        return item
+    if isinstance(item, bool) or not isinstance(item, Integral):
+        raise ConfigError(
+            f"a stored tensor is indexed by ints, slices and one Ellipsis, not {type(item).__name__}; "
+            "for anything else read it with get_tensor and index the tensor"
+        )
+    return int(item)
+
+
 def _range(axis: int, size: int, item: int | slice) -> range:
     if isinstance(item, int):
         if not -size <= item < size:
             raise IndexError(f"index {item} is out of range for dimension {axis} of size {size}")
         return range(item % size, item % size + 1)
-    chosen = range(*item.indices(size))
+    try:
+        chosen = range(*item.indices(size))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{item} cannot index dimension {axis}: {error}") from None
     if chosen.step < 0:
         raise ConfigError("slices need a positive step, as in torch")
     return chosen if len(chosen) else range(0)

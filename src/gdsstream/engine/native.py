@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 # Longer than a wake-up costs, shorter than a person notices: after each the interpreter handles signals.
 _POLL_S = 0.05
-_MAX_AUTO_THREADS = 16
-_AUTO_DEPTH = 64
-_URING_THREADS = 2
+_MAX_AUTO_THREADS = 12
+_AUTO_DEPTH = 256
+_URING_THREADS = 3
 # Where io_uring is not to be had, only many threads keep a disk's queue filled.
 _DIRECT_PREAD_THREADS = 32
 # Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
-_DIRECT_READ_BYTES = 1 << 20
+_DIRECT_READ_BYTES = 512 << 10
 
 PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
 
@@ -148,6 +148,15 @@ class NativeEngine(Engine):
             native = _native.File(file.path, (stamp.device, stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns))
             opened.append(OpenFile(file.path, stamp, native, self.lane_of(file, native)))
         return opened
+
+    def prepare(self) -> None:
+        """Pay now for what the first transfer would pay: reader threads, and pinning the whole staging ring.
+
+        Raises MemoryBudgetError where not even a part of the ring can be had.
+        """
+        self.check_usable()
+        self._native.prepare(PAGE_CACHE)
+        self.report_notes()
 
     def submit(self, files: Sequence[SourceFile], plan: Extents, buffers: Sequence[torch.Tensor]) -> NativeTransfer:
         self.check_usable()
@@ -273,7 +282,7 @@ def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
             direct=False,
             threads=threads,
             depth=depth if buffered == "io_uring" else 1,
-            read_bytes=config.slot_bytes,
+            read_bytes=config.chunk_bytes,
             faults=config.faults,
         ),
         _native.Lane(
@@ -281,11 +290,11 @@ def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
             direct=True,
             threads=direct_threads,
             depth=depth if direct == "io_uring" else 1,
-            read_bytes=min(config.slot_bytes, _DIRECT_READ_BYTES),
+            read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
             fixed_buffers=direct == "io_uring",
             faults=config.faults,
         ),
-        _native.Lane("mapped", direct=False, threads=1, depth=1, read_bytes=config.slot_bytes, faults=config.faults),
+        _native.Lane("mapped", direct=False, threads=1, depth=1, read_bytes=config.chunk_bytes, faults=config.faults),
     ]
     return lanes, [
         f"page cache by {buffered} x{threads}",
@@ -307,8 +316,8 @@ def check_records(file_index: NDArray[np.int32], offsets: NDArray[np.int64], rec
     """Raise ConfigError, naming the first bad record, unless indices and offsets can be read."""
     if file_index.shape != offsets.shape or file_index.ndim != 1:
         raise ConfigError(f"file_index {file_index.shape} and offsets {offsets.shape} have to be equally long vectors")
-    if record_bytes <= 0:
-        raise ConfigError(f"records have {record_bytes} bytes; it has to be at least 1")
+    if not isinstance(record_bytes, int) or record_bytes <= 0:
+        raise ConfigError(f"records have {record_bytes!r} bytes; it has to be a whole number, at least 1")
     bad = (file_index < 0) | (file_index >= num_files)
     if bad.any():
         at = int(bad.argmax())

@@ -1,0 +1,128 @@
+#include "work.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace gdsstream {
+
+namespace {
+
+// Below this, moving bytes together in the slot costs less than another copy command (about 2 us).
+constexpr std::uint64_t kCompactBytes = 64 << 10;
+
+// Small neighbours at the target that lie apart in the slot (widened reads) are moved together: one copy for all.
+void compact(std::vector<CopySpan>& copies) {
+    std::size_t kept = 0;
+    for (std::size_t i = 1; i < copies.size(); ++i) {
+        CopySpan& last = copies[kept];
+        const CopySpan& next = copies[i];
+        if (last.target + last.bytes == next.target && next.bytes <= kCompactBytes &&
+            last.source + last.bytes <= next.source) {
+            std::memmove(reinterpret_cast<void*>(last.source + last.bytes), reinterpret_cast<const void*>(next.source),
+                         next.bytes);
+            last.bytes += next.bytes;
+        } else {
+            copies[++kept] = next;
+        }
+    }
+    if (!copies.empty()) copies.resize(kept + 1);
+}
+
+void deliver(Work& work, Shared& shared) {
+    if (work.slot != nullptr) compact(work.copies);
+    std::uint64_t bytes = 0;
+    for (const CopySpan& copy : work.copies) {
+        shared.sink->copy(reinterpret_cast<const std::byte*>(copy.source), copy.target, copy.bytes);
+        bytes += copy.bytes;
+    }
+    shared.counters.copies.fetch_add(work.copies.size(), std::memory_order_relaxed);
+    shared.counters.copied_bytes.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+void count(const Work& work, Counters& counters) {
+    std::uint64_t bytes = 0;
+    for (const ReadOp& op : work.reads) bytes += std::min(op.done, op.bytes);
+    counters.reads.fetch_add(work.reads.size(), std::memory_order_relaxed);
+    counters.read_bytes.fetch_add(bytes, std::memory_order_relaxed);
+    counters.tasks.fetch_add(1, std::memory_order_relaxed);
+    if (work.failed) counters.failures.fetch_add(1, std::memory_order_relaxed);
+}
+
+void settle(Work& work, Shared& shared) {
+    const std::shared_ptr<Work> keep = std::move(work.alive);
+    Transfer& transfer = *work.transfer;
+    bool copied = false;
+    try {
+        if (!work.failed && !transfer.aborted()) {
+            copied = true;
+            deliver(work, shared);
+        }
+    } catch (const Error& error) {
+        transfer.fail(error);
+    }
+    if (work.slot != nullptr) {
+        try {
+            if (copied) {
+                shared.sink->finish_slot(*shared.ring, work.slot);
+            } else {
+                shared.ring->release(work.slot);
+            }
+        } catch (const Error& error) {
+            // The event could not be recorded: the driver is gone, and no copy reads the slot any more.
+            transfer.fail(error);
+            shared.ring->release(work.slot);
+        }
+    }
+    count(work, shared.counters);
+    transfer.retire(work.task.group);
+}
+
+}  // namespace
+
+std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
+                                const CutRules& rules, Shared& shared, bool may_wait) {
+    const Transfer::Lists& lists = transfer->lists();
+    const bool in_place = shared.sink->takes_reads_in_place() && !lane.direct;
+    auto work = std::make_shared<Work>();
+    work->task = task;
+    std::vector<ReadSpan> spans;
+    std::uint64_t base = 0;
+    if (in_place) {
+        expand_in_place(lists.extents, task, rules, spans);
+    } else if (lane.reader == ReaderKind::mapped) {
+        expand_mapped(lists.extents, task, work->copies);
+        for (CopySpan& copy : work->copies) {
+            copy.source += reinterpret_cast<std::uintptr_t>(lists.files[copy.file]->mapped());
+        }
+    } else {
+        work->slot = may_wait ? shared.ring->acquire() : shared.ring->try_acquire();
+        if (work->slot == nullptr) return nullptr;
+        base = reinterpret_cast<std::uintptr_t>(work->slot->data);
+        expand_staged(lists.extents, task, rules, spans, work->copies);
+        for (CopySpan& copy : work->copies) copy.source += base;
+    }
+    work->reads.reserve(spans.size());
+    for (const ReadSpan& span : spans) {
+        ReadOp op;
+        op.file = lists.files[span.file].get();
+        op.offset = span.offset;
+        op.bytes = span.bytes;
+        op.wanted = span.wanted;
+        op.data = reinterpret_cast<std::byte*>(base + span.place);
+        op.owner = work.get();
+        op.segment = work->slot != nullptr ? work->slot->segment : 0;
+        op.staged = work->slot != nullptr;
+        work->reads.push_back(op);
+    }
+    work->left = work->reads.size();
+    work->transfer = std::move(transfer);
+    work->alive = work;
+    return work;
+}
+
+void finish_reads(Work& work, std::size_t count, Shared& shared) {
+    if (work.left.fetch_sub(count, std::memory_order_acq_rel) == count) settle(work, shared);
+}
+
+}  // namespace gdsstream

@@ -1,0 +1,70 @@
+// One task on its way: its reads, its slot and its copies. The workers of a lane fill it together; the one that
+// finishes its last read delivers it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "reader.hpp"
+#include "ring.hpp"
+#include "sink.hpp"
+#include "task.hpp"
+#include "transfer.hpp"
+
+namespace gdsstream {
+
+enum class ReaderKind { pread, uring, mapped };
+
+struct LaneConfig {
+    ReaderKind reader = ReaderKind::pread;
+    bool direct = false;
+    unsigned threads = 1;
+    unsigned depth = 1;            // reads under way in each thread
+    std::uint64_t read_bytes = 0;  // the most that one read takes
+    bool fixed_buffers = false;
+    std::string faults;  // see with_faults()
+};
+
+struct Counters {
+    std::atomic<std::uint64_t> reads{0};
+    std::atomic<std::uint64_t> read_bytes{0};
+    std::atomic<std::uint64_t> copies{0};
+    std::atomic<std::uint64_t> copied_bytes{0};
+    std::atomic<std::uint64_t> tasks{0};
+    std::atomic<std::uint64_t> failures{0};
+};
+
+// What workers share with the engine.
+struct Shared {
+    std::shared_ptr<Sink> sink;
+    std::shared_ptr<StagingRing> ring;
+    std::vector<int> cpus;  // where workers run; empty: anywhere
+    Counters counters;
+    std::function<void(const std::string&)> note;
+};
+
+struct Work {
+    std::shared_ptr<Transfer> transfer;
+    Task task;
+    Slot* slot = nullptr;
+    std::vector<ReadOp> reads;
+    std::vector<CopySpan> copies;  // sources are addresses here
+    std::atomic<std::size_t> left{0};
+    std::atomic<bool> failed{false};
+    // Reads under way know their work by a bare pointer; it lives until the last of them is finished.
+    std::shared_ptr<Work> alive;
+};
+
+// Makes the reads and copies of `task`. nullptr: it needs a slot and none is free (only without `may_wait`).
+// Throws Error(memory | cuda) where no slot can be had at all; the task is then not retired.
+std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
+                                const CutRules& rules, Shared& shared, bool may_wait);
+
+// `count` reads of the work are over. The last of them delivers the bytes, frees the slot and retires the task.
+void finish_reads(Work& work, std::size_t count, Shared& shared);
+
+}  // namespace gdsstream
