@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 
@@ -21,6 +22,16 @@ constexpr unsigned kEventDisableTiming = 0x2;
 constexpr unsigned kRegisterPortable = 0x1;
 constexpr unsigned kRegisterReadOnly = 0x8;
 constexpr int kAttributeReadOnlyRegister = 113;
+// Longer batches gain nothing, and one call should not hold the driver's lock for long.
+constexpr std::size_t kMaxBatch = 1024;
+
+// CUmemcpyAttributes: the driver reads it once and applies it to every copy of a batch.
+struct BatchAttributes {
+    int source_access_order = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
+    int source_location[2] = {0, 0};
+    int target_location[2] = {0, 0};
+    unsigned flags = 0;
+};
 
 struct Loaded {
     Driver driver{};
@@ -79,6 +90,8 @@ Loaded load() {
     resolve(library, "cuMemHostUnregister", d.host_unregister, missing);
     resolve(library, "cuGetErrorName", d.error_name, missing);
     resolve(library, "cuGetErrorString", d.error_string, missing);
+    std::string optional;
+    resolve(library, "cuMemcpyBatchAsync_v2", d.copy_batch, optional);
     if (!missing.empty()) {
         loaded.reason = std::string(name) + " is too old, it lacks: " + missing;
         return loaded;
@@ -106,6 +119,26 @@ void check(Result result, const char* doing) {
     if (result == kSuccess) return;
     const std::string message = std::string("CUDA failed while ") + doing + ": " + describe(loaded().driver, result);
     throw Error(result == kOutOfMemory ? ErrorKind::memory : ErrorKind::cuda, message);
+}
+
+void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
+              StreamHandle stream) {
+    const Driver& d = *driver();
+    if (d.copy_batch == nullptr || bytes.size() < 2) {
+        for (std::size_t i = 0; i < bytes.size(); ++i) {
+            check(d.copy_to_device(targets[i], reinterpret_cast<const void*>(sources[i]), bytes[i], stream),
+                  "copying to the device");
+        }
+        return;
+    }
+    BatchAttributes attributes;
+    std::size_t first = 0;  // the attributes hold from copy 0 on
+    for (std::size_t at = 0; at < bytes.size(); at += kMaxBatch) {
+        const std::size_t count = std::min(kMaxBatch, bytes.size() - at);
+        check(d.copy_batch(targets.data() + at, sources.data() + at, bytes.data() + at, count, &attributes, &first, 1,
+                           stream),
+              "copying to the device in a batch");
+    }
 }
 
 std::shared_ptr<Device> Device::open(int ordinal) {

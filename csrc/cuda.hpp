@@ -41,6 +41,9 @@ struct Driver {
     Result (*event_query)(EventHandle);
     Result (*event_synchronize)(EventHandle);
     Result (*copy_to_device)(DevicePointer, const void*, std::size_t, StreamHandle);
+    // Since CUDA 12.8; nullptr in older drivers. The attributes are BatchAttributes of cuda.cpp.
+    Result (*copy_batch)(DevicePointer*, DevicePointer*, std::size_t*, std::size_t, void*, std::size_t*, std::size_t,
+                         StreamHandle);
     Result (*host_register)(void*, std::size_t, unsigned);
     Result (*host_unregister)(void*);
     Result (*error_name)(Result, const char**);
@@ -52,6 +55,11 @@ const Driver* driver();
 const std::string& unavailable_reason();
 // Throws Error(cuda) when `result` is not success; `doing` completes "... while <doing>".
 void check(Result result, const char* doing);
+
+// Enqueues copies to the device, in one call where the driver can: 3 MiB copies reach 0.995 of the link in batches and
+// 0.95 one by one, 64 KiB copies 0.94 and 0.30 (H200, PCIe 5 x16). The three arrays are of equal length.
+void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
+              StreamHandle stream);
 
 // A device's primary context, the one torch uses, retained for as long as this lives, and the one stream on which the
 // engine copies to it.

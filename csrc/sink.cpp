@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "error.hpp"
+
 namespace gdsstream {
 
 namespace {
@@ -14,9 +16,16 @@ class CudaSink : public Sink {
     bool takes_reads_in_place() const override { return false; }
     void attach_thread() override { device_->attach_thread(); }
 
-    void copy(const std::byte* source, std::uint64_t target, std::uint64_t bytes) override {
-        cuda::check(cuda::driver()->copy_to_device(target, source, bytes, device_->copy_stream()),
-                    "copying to the device");
+    void copy(const std::vector<CopySpan>& copies) override {
+        std::vector<cuda::DevicePointer> targets;
+        std::vector<cuda::DevicePointer> sources;
+        std::vector<std::size_t> bytes;
+        for (const CopySpan& copy : copies) {
+            targets.push_back(copy.target);
+            sources.push_back(copy.source);
+            bytes.push_back(copy.bytes);
+        }
+        cuda::copy_all(targets, sources, bytes, device_->copy_stream());
     }
 
     void finish_slot(StagingRing& ring, Slot* slot) override {
@@ -73,8 +82,10 @@ class CpuSink : public Sink {
   public:
     bool takes_reads_in_place() const override { return true; }
     void attach_thread() override {}
-    void copy(const std::byte* source, std::uint64_t target, std::uint64_t bytes) override {
-        std::memcpy(reinterpret_cast<void*>(target), source, bytes);
+    void copy(const std::vector<CopySpan>& copies) override {
+        for (const CopySpan& copy : copies) {
+            std::memcpy(reinterpret_cast<void*>(copy.target), reinterpret_cast<const void*>(copy.source), copy.bytes);
+        }
     }
     void finish_slot(StagingRing& ring, Slot* slot) override { ring.release(slot); }
     cuda::Event mark() override { return {}; }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "cuda.hpp"
 #include "ring.hpp"
@@ -17,7 +18,8 @@ class Sink {
     virtual bool takes_reads_in_place() const = 0;
     // Called once by each worker thread.
     virtual void attach_thread() = 0;
-    virtual void copy(const std::byte* source, std::uint64_t target, std::uint64_t bytes) = 0;
+    // Sources are addresses.
+    virtual void copy(const std::vector<CopySpan>& copies) = 0;
     // After a slot's last copy: gives it back to the ring now, or as soon as the copies are complete.
     virtual void finish_slot(StagingRing& ring, Slot* slot) = 0;
     // An event behind every copy issued so far; an invalid one where copies are complete when they return.

@@ -51,7 +51,7 @@ class Cutter {
             if (skip < extent.bytes) close();
         }
         // An empty extent lies between two parts of one task without breaking it.
-        if (extent.bytes == 0 && open_) last_ = index;
+        if (extent.bytes == 0 && open_ && index == last_ + 1) last_ = index;
     }
 
     std::vector<Task> finish() {

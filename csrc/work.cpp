@@ -1,7 +1,9 @@
 #include "work.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 namespace gdsstream {
@@ -31,11 +33,9 @@ void compact(std::vector<CopySpan>& copies) {
 
 void deliver(Work& work, Shared& shared) {
     if (work.slot != nullptr) compact(work.copies);
+    shared.sink->copy(work.copies);
     std::uint64_t bytes = 0;
-    for (const CopySpan& copy : work.copies) {
-        shared.sink->copy(reinterpret_cast<const std::byte*>(copy.source), copy.target, copy.bytes);
-        bytes += copy.bytes;
-    }
+    for (const CopySpan& copy : work.copies) bytes += copy.bytes;
     shared.counters.copies.fetch_add(work.copies.size(), std::memory_order_relaxed);
     shared.counters.copied_bytes.fetch_add(bytes, std::memory_order_relaxed);
 }
@@ -69,8 +69,9 @@ void settle(Work& work, Shared& shared) {
                 shared.ring->release(work.slot);
             }
         } catch (const Error& error) {
-            // The event could not be recorded: the driver is gone, and no copy reads the slot any more.
+            // The event could not be recorded: the slot is free when no copy at all is left.
             transfer.fail(error);
+            while (!shared.sink->idle()) std::this_thread::sleep_for(std::chrono::microseconds(50));
             shared.ring->release(work.slot);
         }
     }

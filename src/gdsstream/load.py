@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,10 @@ def load_file(
     loading = Loading(engine)
     if names is None or callable(names):
         # The first file's bytes are under way while the second's header is parsed.
+        files: list[CheckpointFile] = []
         for file, specs in headers(filename)[1]:
-            loading.add([file], [s._replace(file=0) for s in specs if names is None or names(s.name)])
+            files.append(file)
+            loading.add(files, specs if names is None else [spec for spec in specs if names(spec.name)])
     else:
         checkpoint = Checkpoint.open(filename)
         loading.add(checkpoint.files, checkpoint.select(names))
@@ -142,9 +145,6 @@ class Loading:
     def add(self, files: Sequence[SourceFile], specs: Sequence[TensorSpec]) -> None:
         """Start to read `specs`, whose `file` indexes `files`. Raises as `Engine.submit` and `allocate`."""
         used = sorted({spec.file for spec in specs})
-        if used and used[-1] != len(used) - 1:
-            position = {file: i for i, file in enumerate(used)}
-            specs = [spec._replace(file=position[spec.file]) for spec in specs]
         opened: Sequence[SourceFile] = [files[file] for file in used]
         if isinstance(self._engine, NativeEngine):
             opened = self._engine.open(opened)
@@ -152,7 +152,7 @@ class Loading:
         for end, spec in enumerate(specs, 1):
             nbytes += spec.nbytes
             if nbytes >= self._portion_bytes or end - start >= self._portion_count or end == len(specs):
-                self._submit(opened, specs[start:end])
+                self._submit(used, opened, specs[start:end])
                 start, nbytes = end, 0
                 self._portion_bytes *= _PORTION_GROWTH
                 self._portion_count *= _PORTION_GROWTH
@@ -163,8 +163,9 @@ class Loading:
             transfer.wait()
         return self._tensors
 
-    def _submit(self, files: Sequence[SourceFile], specs: Sequence[TensorSpec]) -> None:
+    def _submit(self, numbers: Sequence[int], files: Sequence[SourceFile], specs: Sequence[TensorSpec]) -> None:
         plan = plan_separate(specs)
+        plan = replace(plan, file=np.searchsorted(numbers, plan.file).astype(np.int32))
         tensors = allocate_all([(p.shape, torch_dtype(p.dtype)) for p in plan.placements], self._engine.device)
         if isinstance(self._engine, NativeEngine):
             addresses = np.fromiter((t.data_ptr() for t in tensors), dtype=np.uint64, count=len(tensors))
