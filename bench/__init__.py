@@ -1,0 +1,21 @@
+"""The benchmark of gdsstream: `python -m bench.run`.
+
+One run measures several loaders on one set of files. Each round samples a physical ceiling and then runs every loader
+once, in rotating order, so that drift of the machine hits all alike; a loader's share of the ceiling is the median of
+the ratios within the rounds. Every file states its own rules in its docstring:
+
+    run.py           the Hydra application
+    config.py        the configuration, checked, with the nearest valid name in each error
+    files.py         the test checkpoint: written, known byte for byte, removed
+    measure.py       rounds, timed regions, failures as rows
+    ceilings.py      what the hardware gives without any loader
+    cache.py         warm and cold page cache, verified with mincore
+    stats.py         median, MAD, IQR, bootstrap of paired ratios (pure)
+    environment.py   what the numbers were taken on
+    record.py        the JSON line of one loader, and its validator
+    report.py        the tables in the terminal
+    loaders/         one file a library; the rules of the timed region are in loaders/base.py
+    scenarios/       the verbs: what a sample delivers and how it is verified
+
+Importing this package imports neither torch nor any loader.
+"""

@@ -1,0 +1,230 @@
+"""What the hardware gives without any loader, measured in the same process and in every round.
+
+| run                     | ceiling                                                                             |
+|-------------------------|-------------------------------------------------------------------------------------|
+| warm, to a GPU          | one large copy from pinned memory, wall clock around a synchronised copy            |
+| warm, on the CPU        | bare threads, preadv into memory that already exists, and the consumer's pass       |
+| cold, read              | the best O_DIRECT rate of a sweep over threads and block sizes, into existing memory |
+| warm, gather on the CPU | torch's index_select out of a mapping of the files, and the consumer's pass         |
+| cold, gather            | O_DIRECT reads of one record, kernel AIO, the best of a sweep over queue depths      |
+
+The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
+fault no pages in, which a loader that returns new memory has to: what is missing to 100 % is mostly that. A loader
+that maps the page cache instead of copying it can pass 100 %. A cold ceiling is what this sweep found on this disk,
+not what its data sheet says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench import cache, stats
+from bench.loaders.base import GatherRequest, Job
+from bench.scenarios.base import Workload, consume
+
+if TYPE_CHECKING:
+    import torch
+
+_MIB = 1 << 20
+_SAMPLE_BYTES = 1 << 30
+_SWEEP_BYTES = 128 << 20
+_COPIES = 3
+
+
+class Ceiling(ABC):
+    """A physical limit, sampled once in every round."""
+
+    kind: str
+
+    @abstractmethod
+    def sample(self) -> float:
+        """One measurement in GB/s."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The settings that were used, for the record."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        return None
+
+
+class PinnedCopy(Ceiling):
+    """Pinned memory to the GPU in one large copy; a sample is the median of three."""
+
+    kind = "h2d_pinned"
+
+    def __init__(self, device: str, nbytes: int) -> None:
+        import torch
+
+        # Page-locked memory comes in powers of two from torch's allocator.
+        size = 1 << min(nbytes, _SAMPLE_BYTES).bit_length() - 1
+        self._device, self._size = device, size
+        self._source = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        self._target = torch.empty(size, dtype=torch.uint8, device=device)
+        self._copy()  # the first copy pays for more than the link
+
+    def sample(self) -> float:
+        return stats.median([self._copy() for _ in range(_COPIES)])
+
+    def describe(self) -> str:
+        return f"{self._size / _MIB:.0f} MiB, median of {_COPIES} copies"
+
+    def close(self) -> None:
+        import torch
+
+        self._source = self._target = torch.empty(0)
+        torch.cuda.empty_cache()
+
+    def _copy(self) -> float:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        start = time.perf_counter()
+        self._target.copy_(self._source, non_blocking=True)
+        torch.cuda.synchronize(self._device)
+        return self._size / (time.perf_counter() - start) / 1e9
+
+
+class ParallelRead(Ceiling):
+    """Threads that preadv whole blocks into existing memory; the best threads and block size of a sweep."""
+
+    def __init__(self, paths: Sequence[str], *, direct: bool, consumer: bool, nbytes: int = _SAMPLE_BYTES) -> None:
+        self.kind = "disk_o_direct" if direct else "preadv_warm"
+        self._paths, self._direct, self._consumer = list(paths), direct, consumer
+        total = sum(os.path.getsize(path) for path in paths)
+        self._nbytes = min(nbytes, total)
+        # Anonymous mappings are page-aligned, which O_DIRECT needs.
+        self._memory = mmap.mmap(-1, -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        np.frombuffer(self._memory, dtype=np.uint8).fill(0)
+        cores = len(os.sched_getaffinity(0))
+        threads = (1, 4, 8, 16, 32) if direct else sorted({1, 2, cores, 2 * cores})
+        blocks = (1 * _MIB, 4 * _MIB, 16 * _MIB) if direct else (1 * _MIB, 8 * _MIB)
+        trial = min(_SWEEP_BYTES, self._nbytes)
+        rates = {(count, block): self._rate(count, block, trial) for count, block in itertools.product(threads, blocks)}
+        self._choice = max(rates, key=lambda choice: rates[choice])
+
+    def sample(self) -> float:
+        return self._rate(*self._choice, self._nbytes)
+
+    def describe(self) -> str:
+        threads, block = self._choice
+        suffix = ", consumed" if self._consumer else ""
+        return f"{threads} threads x {block // _MIB} MiB, {self._nbytes / _MIB:.0f} MiB{suffix}"
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _rate(self, threads: int, block: int, nbytes: int) -> float:
+        if self._direct:
+            cache.evict(self._paths)  # O_DIRECT reads of cached pages may be served from memory
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._direct else 0)
+        descriptors = [os.open(path, flags) for path in self._paths]
+        sizes = [os.path.getsize(path) for path in self._paths]
+        memory = memoryview(self._memory)
+        try:
+            tasks, used = [], 0
+            for descriptor, size in zip(descriptors, sizes, strict=True):
+                for offset in range(0, size - size % block if self._direct else size, block):
+                    count = min(block, size - offset)
+                    if used + count > nbytes:
+                        break
+                    tasks.append((descriptor, memory[used : used + count], offset))
+                    used += count
+            if not tasks:
+                return 0.0
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(time.sleep, [0.001] * threads))  # start the threads
+                start = time.perf_counter()
+                done = sum(pool.map(lambda task: os.preadv(task[0], [task[1]], task[2]), tasks))
+                if self._consumer:
+                    self._consume(done)
+                seconds = time.perf_counter() - start
+        finally:
+            tasks.clear()
+            memory.release()
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return done / seconds / 1e9
+
+    def _consume(self, nbytes: int) -> None:
+        import torch
+
+        consume([torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes)])
+
+
+class MappedGather(Ceiling):
+    """torch's own gather out of the mapped page cache into existing memory, then the consumer's pass."""
+
+    kind = "index_select_mapped"
+
+    def __init__(self, paths: Sequence[str], request: GatherRequest) -> None:
+        import torch
+
+        self._request = request
+        self._tables: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        for index, path in enumerate(paths):
+            data = np.memmap(path, dtype=np.uint8, mode="c")
+            table = data[: len(data) // request.length * request.length].reshape(-1, request.length)
+            rows = torch.from_numpy(request.offsets[request.file_index == index] // request.length)
+            self._tables.append(torch.from_numpy(table))
+            self._rows.append(rows)
+            self._targets.append(torch.zeros((len(rows), request.length), dtype=torch.uint8))
+
+    def sample(self) -> float:
+        import torch
+
+        start = time.perf_counter()
+        for table, rows, target in zip(self._tables, self._rows, self._targets, strict=True):
+            torch.index_select(table, 0, rows, out=target)
+        consume(self._targets)
+        return self._request.total_bytes / (time.perf_counter() - start) / 1e9
+
+    def describe(self) -> str:
+        return f"{len(self._request.offsets)} records of {self._request.length} B, consumed"
+
+    def close(self) -> None:
+        self._tables, self._rows, self._targets = [], [], []
+
+
+class DirectRecords(Ceiling):
+    """Single records with O_DIRECT through kernel AIO, which keeps a deep queue without a thread a read."""
+
+    kind = "disk_o_direct_records"
+
+    def __init__(self, paths: Sequence[str], request: GatherRequest) -> None:
+        from bench.aio import Aio
+
+        self._paths, self._request = list(paths), request
+        self._aio: Callable[[int, int], float] = Aio(paths, request).rate
+        trial = min(8192, len(request.offsets))
+        self._depth = max((32, 128, 512), key=lambda depth: self._aio(depth, trial))
+
+    def sample(self) -> float:
+        cache.evict(self._paths)
+        return self._aio(self._depth, len(self._request.offsets))
+
+    def describe(self) -> str:
+        return f"kernel AIO, depth {self._depth}, {self._request.length} B"
+
+
+def choose(workload: Workload, *, cold: bool) -> Ceiling:
+    """The ceiling that the table above names for this run."""
+    job: Job = workload.job
+    request: Any = job.request
+    if cold:
+        return DirectRecords(job.paths, request) if request else ParallelRead(job.paths, direct=True, consumer=False)
+    if job.cuda:
+        return PinnedCopy(job.device, workload.sample_bytes)
+    return MappedGather(job.paths, request) if request else ParallelRead(job.paths, direct=False, consumer=True)

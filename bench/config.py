@@ -1,0 +1,223 @@
+"""The configuration: plain YAML under configs/, checked against the dataclasses here.
+
+An unknown key or value is an error that names the nearest valid one. Overrides of the command line are checked before
+Hydra composes them (`check_overrides`), since Hydra's own message does not say what was meant; the composed
+configuration is checked again as a whole (`build`), which also covers the YAML files and keys added with `+`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+VERBS = ("read", "gather")
+CACHE_STATES = ("warm", "cold")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class BenchError(Exception):
+    """The run cannot be made as asked; the message says why and what to do."""
+
+
+class BenchConfigError(BenchError):
+    """A key or value of the configuration is not valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioConfig:
+    """Parameters of one verb. Sizes are bytes, times seconds."""
+
+    name: str
+    verb: str
+    rounds: int = 7
+    #: From the first start-up on; no new round starts after it, but at least three are made.
+    max_seconds: float = 60.0
+    #: Give torch's cached device memory back before each sample, so that every sample pays for its allocation, as a
+    #: process's first load does.
+    fresh_memory: bool = False
+    records: int = 65536
+    record_bytes: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("scenario.verb", self.verb, VERBS)
+        _at_least("scenario.rounds", self.rounds, 1)
+        _at_least("scenario.records", self.records, 1)
+        _at_least("scenario.record_bytes", self.record_bytes, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """Where the test files go and how large they are; None lets the machine decide (files.choose)."""
+
+    dir: str | None = None
+    files: int | None = None
+    file_bytes: int | None = None
+    #: Equal tensors in each file; None: the tensors of a mixture-of-experts layer.
+    tensors: int | None = None
+    keep_files: bool = False
+
+    def __post_init__(self) -> None:
+        if self.files is not None:
+            _at_least("storage.files", self.files, 1)
+        if self.file_bytes is not None:
+            _at_least("storage.file_bytes", self.file_bytes, 1 << 20)
+        if self.tensors is not None:
+            _at_least("storage.tensors", self.tensors, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The page cache before every sample: warm, or empty and verified to be empty."""
+
+    state: str = "warm"
+
+    def __post_init__(self) -> None:
+        _one_of("cache.state", self.state, CACHE_STATES)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """One run."""
+
+    scenario: ScenarioConfig
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    #: Name of the row -> `kind` of the loader and its options.
+    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    device: str = "auto"
+    #: Where the JSON lines go; None: results.jsonl in Hydra's output directory.
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, DEVICES)
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` where something is near, else the list of what is valid."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names) or 'nothing'}"
+
+
+def build(config: Mapping[str, Any]) -> BenchConfig:
+    """Check a composed configuration as a whole. Raises BenchConfigError."""
+    checked: BenchConfig = from_mapping(BenchConfig, config, "")
+    if not checked.loaders:
+        raise BenchConfigError(f"no loader is chosen; choose with loader=[a,b] from: {', '.join(options('loader'))}")
+    return checked
+
+
+def from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """An instance of the dataclass `cls` from `values`; `where` is the dotted path for messages."""
+    hints = typing.get_type_hints(cls)
+    fields = {item.name: item for item in dataclasses.fields(cls) if item.init}
+    known: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise BenchConfigError(f"unknown key '{_join(where, str(key))}'; {nearest(str(key), fields)}")
+        known[key] = _check(value, hints[key], _join(where, key))
+    for name, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and name not in known:
+            raise BenchConfigError(f"key '{_join(where, name)}' is missing")
+    return cls(**known)
+
+
+def options(group: str, config_dir: Path = CONFIG_DIR) -> list[str]:
+    """The names in a config group, such as `loader`."""
+    return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
+
+
+def groups(config_dir: Path = CONFIG_DIR) -> list[str]:
+    """The config groups."""
+    return sorted(path.name for path in config_dir.iterdir() if path.is_dir())
+
+
+def check_overrides(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> None:
+    """Check `key=value` arguments of the command line. Raises BenchConfigError with the nearest valid name.
+
+    Keys that start with `+`, `~`, `hydra.` or `hydra/` are Hydra's business, and so is everything that it cannot parse.
+    """
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or key.startswith(("+", "~", "-", "hydra.", "hydra/")) or "@" in key:
+            continue
+        if key in groups(config_dir):
+            for choice in value.strip("[]").split(","):
+                name = choice.strip().strip("'\"")
+                valid = options(key, config_dir)
+                if name not in ("", "null", *valid) and name.isidentifier():
+                    raise BenchConfigError(f"unknown {key} '{name}'; {nearest(name, valid)}")
+            continue
+        _check_key(key, config_dir)
+
+
+def _check_key(key: str, config_dir: Path) -> None:
+    head, _, rest = key.partition(".")
+    top = {item.name for item in dataclasses.fields(BenchConfig)}
+    if head not in top:
+        raise BenchConfigError(f"unknown key '{key}'; {nearest(head, top | set(groups(config_dir)))}")
+    if head == "loaders" and rest:
+        _check_loader_key(key, rest, config_dir)
+        return
+    if not rest:
+        return
+    nested = typing.get_type_hints(BenchConfig)[head]
+    valid = {item.name for item in dataclasses.fields(nested)} if dataclasses.is_dataclass(nested) else set()
+    if rest not in valid:
+        raise BenchConfigError(f"unknown key '{key}'; {nearest(rest, valid)}")
+
+
+def _check_loader_key(key: str, rest: str, config_dir: Path) -> None:
+    from omegaconf import OmegaConf
+
+    from bench import loaders
+
+    name, _, option = rest.partition(".")
+    if name not in options("loader", config_dir):
+        raise BenchConfigError(f"unknown loader in '{key}'; {nearest(name, options('loader', config_dir))}")
+    valid = set(loaders.option_names(str(OmegaConf.load(config_dir / "loader" / f"{name}.yaml").kind)))
+    if option and option not in valid | {"kind"}:
+        raise BenchConfigError(f"unknown option '{key}'; {nearest(option, valid)}")
+
+
+def _check(value: Any, hint: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise BenchConfigError(f"'{where}' is {value!r}; it has to be a mapping")
+        return from_mapping(typing.cast("type[Any]", hint), value, where)
+    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    plain = [typing.get_origin(item) or item for item in accepted]
+    if value is None and type(None) in plain:
+        return None
+    if isinstance(value, bool):
+        if bool in plain:
+            return value
+    elif any(isinstance(value, item) for item in plain):
+        return value
+    elif float in plain and isinstance(value, int):
+        return float(value)
+    expected = " or ".join("null" if item is type(None) else item.__name__ for item in plain)
+    raise BenchConfigError(f"'{where}' is {value!r} ({type(value).__name__}); it has to be {expected}")
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _one_of(where: str, value: str, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise BenchConfigError(f"'{where}' is {value!r}; {nearest(value, valid)}")
+
+
+def _at_least(where: str, value: float, least: float) -> None:
+    if value < least:
+        raise BenchConfigError(f"'{where}' is {value}; it has to be at least {least}")

@@ -1,0 +1,119 @@
+"""What a number was taken on: enough to tell whether two records may be compared."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PREFIXES = ("GDSSTREAM_", "KVIKIO_", "CUFILE_", "FASTSAFETENSORS_", "INSTANTTENSOR_", "RUNAI_STREAMER_")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MALLOC_CONF", "LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF")
+_PACKAGES = (
+    "gdsstream",
+    "torch",
+    "safetensors",
+    "numpy",
+    "hydra-core",
+    "fastsafetensors",
+    "instanttensor",
+    "runai-model-streamer",
+    "kvikio-cu12",
+    "kvikio-cu13",
+)
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def collect(directory: Path, device: str) -> dict[str, Any]:
+    """The environment of a run whose files are in `directory`. What cannot be found out is None."""
+    return {
+        "commit": _commit(),
+        "gpu": _gpu(device),
+        "driver": _driver(),
+        "kernel": platform.release(),
+        "cpu_model": _first_value("/proc/cpuinfo", "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "filesystem": filesystem(directory),
+        "python": sys.version.split()[0],
+        "torch": _version("torch"),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES) or name in _VARIABLES
+        },
+    }
+
+
+def filesystem(directory: Path) -> dict[str, str] | None:
+    """Type, source and mount point of the filesystem that holds `directory`, from /proc/self/mountinfo."""
+    if not directory.exists():
+        return None
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    found = None
+    for line in _read("/proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        inside = directory.resolve().is_relative_to(fields[4]) if len(fields) > 4 else False
+        # The last mount whose point holds the directory is the one that is seen; overlays show another device number.
+        if inside and len(kind) >= 2 and (fields[2] == wanted or found is None or len(fields[4]) > len(found["mount"])):
+            found = {"type": kind[0], "source": kind[1], "mount": fields[4]}
+    return found
+
+
+def _commit() -> str | None:
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip() or None
+
+
+def _gpu(device: str) -> str | None:
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+def _driver() -> str | None:
+    first = _read("/proc/driver/nvidia/version").partition("\n")[0]
+    # "NVRM version: NVIDIA UNIX ... Kernel Module for x86_64  580.159.04  Release Build ..."
+    numbers = [word for word in first.split() if word[:1].isdigit() and word.count(".") >= 1]
+    return numbers[0] if numbers else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_value(path: str, key: str) -> str | None:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

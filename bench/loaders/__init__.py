@@ -1,0 +1,44 @@
+"""The loaders that can be measured, by kind. Nothing is imported until one is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from bench.config import BenchConfigError, from_mapping, nearest
+from bench.loaders.base import Loader
+
+#: kind in the configuration -> module and class
+KINDS = {
+    "gdsstream": ("bench.loaders.gdsstream", "LoadFile"),
+    "gdsstream_handle": ("bench.loaders.gdsstream_handle", "Handle"),
+    "safetensors": ("bench.loaders.safetensors", "Safetensors"),
+    "fastsafetensors": ("bench.loaders.fastsafetensors", "Fastsafetensors"),
+    "instanttensor": ("bench.loaders.instanttensor", "InstantTensor"),
+    "runai_streamer": ("bench.loaders.runai_streamer", "RunaiStreamer"),
+    "kvikio": ("bench.loaders.kvikio", "Kvikio"),
+    "pread": ("bench.loaders.pread", "Pread"),
+}
+
+
+def option_names(kind: str) -> list[str]:
+    """What a loader of this kind may be given. Raises BenchConfigError for an unknown kind."""
+    return [item.name for item in dataclasses.fields(_class(kind, "kind")) if item.init]
+
+
+def build(name: str, options: Mapping[str, Any]) -> Loader:
+    """The loader of the row `name`. Raises BenchConfigError for an unknown kind or option."""
+    cls = _class(options.get("kind"), f"loaders.{name}.kind")
+    arguments = {key: value for key, value in options.items() if key != "kind"}
+    loader: Loader = from_mapping(cls, arguments, f"loaders.{name}")
+    return loader
+
+
+def _class(kind: object, where: str) -> type[Any]:
+    if kind not in KINDS:
+        raise BenchConfigError(f"'{where}' is {kind!r}; {nearest(str(kind), KINDS)}")
+    module, name = KINDS[str(kind)]
+    cls: type[Any] = getattr(importlib.import_module(module), name)
+    return cls

@@ -1,0 +1,128 @@
+"""What a loader is, and the rules of the timed region, the same for all.
+
+A sample starts before the call that loads and ends when the caller can use every byte:
+
+- GPU: after `torch.cuda.synchronize()`; all tensors are then on the device, in memory that the caller owns.
+- CPU: after one pass in which a consumer has read every byte once (a wrap-around sum of 64-bit words, torch's own
+  multi-threaded loop). Without it a loader that returns a lazy file mapping would be timed for doing nothing; with it
+  every loader pays for the same pass, and mapping or copying is the loader's own choice. The time until the call
+  returned is recorded beside it (`lazy_return_s`), and `delivers` says whether the caller owns the memory at the end
+  or still shares the file's pages. The CPU ceilings include the same pass.
+
+What happens once (imports, driver, engine, registration) belongs into `prepare` and becomes the start-up column; the
+first load after it is a column of its own too. Reading the headers belongs to every load. Bytes are verified after the
+clock has stopped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Unavailable(Exception):
+    """The loader cannot run here; the message is the reason shown in its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherRequest:
+    """Records to fetch: record i is `length` bytes at `offsets[i]` of file `file_index[i]`."""
+
+    file_index: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    length: int
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.offsets) * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every loader of a run gets: the files and where their tensors shall be."""
+
+    paths: tuple[str, ...]
+    data_bytes: int
+    device: str
+    request: GatherRequest | None = None
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+class Loader(ABC):
+    """One way to bring bytes from files into tensors. Subclasses are dataclasses; their fields are the options.
+
+    Modules of loaders import torch and the library that they wrap inside functions only.
+    """
+
+    verbs: ClassVar[frozenset[str]] = frozenset({"read"})
+    #: True where pages of the files stay in memory between loads, so that no load can be cold.
+    pins_page_cache: ClassVar[bool] = False
+
+    def check(self, job: Job) -> None:
+        """Raise Unavailable when this cannot run, before anything is imported. Untimed."""
+        del job
+
+    @abstractmethod
+    def prepare(self, job: Job) -> None:
+        """Everything that happens once. Timed as start-up."""
+
+    def arm(self) -> None:
+        """Make process-wide settings this loader's own. Untimed, before every load and before the cache is emptied."""
+        return None
+
+    def disarm(self) -> None:
+        """Put process-wide settings back as `arm` found them. Untimed, after every load, also after a failed one."""
+        return None
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """Verb `read`: every tensor of the checkpoint, on the device."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'read'")
+
+    def gather(self) -> torch.Tensor:
+        """Verb `gather`: the requested records as a uint8 tensor [records, length], on the device."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'gather'")
+
+    def close(self) -> None:
+        """Give everything back."""
+        return None
+
+    def delivers(self) -> str:
+        """`owned`, or `file mapping` where the tensors share the file's pages (on the CPU)."""
+        return "owned"
+
+    def route(self) -> str | None:
+        """What really moves the bytes, where the loader can tell."""
+        return None
+
+    def pinned_bytes(self) -> int | None:
+        """Page-locked host bytes held, where known."""
+        return None
+
+
+def need_cuda(job: Job, library: str) -> None:
+    """Raise Unavailable unless the run has a CUDA device."""
+    if not job.cuda:
+        raise Unavailable(f"{library} loads to CUDA devices only, and this run is on the CPU")
+
+
+def need(module: str, package: str) -> Any:
+    """Import a library that may be missing, or raise Unavailable with the reason."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        if missing:
+            raise Unavailable(f"not installed: pip install {package}") from error
+        raise Unavailable(f"{module} cannot be imported: {error}") from error

@@ -1,0 +1,230 @@
+"""Rounds of samples. What is timed is in loaders/base.py; here is the order of things and what happens on failure.
+
+1. Every loader is prepared (timed: start-up) and loads once (timed: first), verified.
+2. Each round samples the ceiling, then runs every loader once. The order rotates, so that no loader always follows
+   the same one. Before each sample the page cache is made warm or empty and checked, cached device memory is given
+   back, and garbage is collected. After each sample every byte is verified.
+
+A loader that is missing or refuses is a row with its reason. One that raises or delivers wrong bytes is a failed row
+and leaves the following rounds. A cold sample before which pages had stayed in memory is labelled `not_cold` and does
+not count; an outlier is labelled and counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench import cache
+from bench.ceilings import Ceiling
+from bench.loaders.base import Loader, Unavailable
+from bench.scenarios.base import Workload
+
+_LEAST_ROUNDS = 3
+NOT_COLD = "not_cold"
+NOT_WARM = "not_warm"
+
+#: Called with a line of text before each step, and with None after it.
+Progress = Callable[[str | None], None]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One load: seconds until every byte could be used, until the call returned, and of CPU time."""
+
+    round: int
+    seconds: float
+    lazy_return_s: float
+    cpu_s: float
+    peak_gpu_bytes: int | None
+    labels: list[str] = field(default_factory=list)
+
+    @property
+    def counts(self) -> bool:
+        return NOT_COLD not in self.labels
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything that was measured of one loader."""
+
+    status: str = "ok"
+    reason: str | None = None
+    startup_s: float | None = None
+    first: Sample | None = None
+    samples: list[Sample] = field(default_factory=list)
+    verified: bool | None = None
+    route: str | None = None
+    delivers: str | None = None
+    pinned_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Measurement:
+    """The outcomes, and the ceiling of each round in GB/s."""
+
+    outcomes: dict[str, Outcome]
+    ceilings: list[float]
+
+
+class Runner:
+    """Measures `loaders` on one workload. `cuda_reason` says why there is no GPU although one was asked for."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        loaders: Mapping[str, Loader],
+        ceiling: Ceiling,
+        *,
+        cold: bool,
+        fresh_memory: bool,
+        progress: Progress = lambda _: None,
+    ) -> None:
+        self._workload, self._loaders, self._ceiling = workload, dict(loaders), ceiling
+        self._cold, self._fresh_memory, self._progress = cold, fresh_memory, progress
+        self.outcomes = {name: Outcome() for name in loaders}
+        self.ceilings: list[float] = []
+
+    def run(self, rounds: int, max_seconds: float) -> Measurement:
+        """First loads and rounds; no round but the first three begins later than after `max_seconds`. Loaders are
+        closed at the end."""
+        deadline = time.monotonic() + max_seconds
+        try:
+            _touch_memory(self._workload.sample_bytes)
+            for name in self._loaders:
+                self._start(name)
+            for number in range(rounds):
+                if number >= _LEAST_ROUNDS and time.monotonic() > deadline:
+                    break
+                self._round(number)
+        finally:
+            for name, loader in self._loaders.items():
+                self._guard(name, loader.close)
+        return Measurement(self.outcomes, self.ceilings)
+
+    def _running(self) -> list[str]:
+        return [name for name, outcome in self.outcomes.items() if outcome.status == "ok"]
+
+    def _start(self, name: str) -> None:
+        loader, outcome = self._loaders[name], self.outcomes[name]
+
+        def prepare() -> None:
+            if self._workload.verb not in loader.verbs:
+                raise Unavailable(f"it has no verb {self._workload.verb!r}, only {', '.join(sorted(loader.verbs))}")
+            if self._cold and loader.pins_page_cache:
+                raise Unavailable("it keeps the files' pages in memory, so no load of it can be cold")
+            loader.check(self._workload.job)
+            start = time.perf_counter()
+            loader.prepare(self._workload.job)
+            outcome.startup_s = time.perf_counter() - start
+
+        self._progress(f"{name}: start-up")
+        if self._guard(name, prepare):
+            self._progress(f"{name}: first load")
+            outcome.first = self._sample(name, -1)
+        if outcome.status == "ok":
+            self._guard(name, lambda: self._describe(loader, outcome))
+        self._progress(None)
+
+    def _describe(self, loader: Loader, outcome: Outcome) -> None:
+        outcome.delivers, outcome.pinned_bytes, outcome.route = loader.delivers(), loader.pinned_bytes(), loader.route()
+
+    def _round(self, number: int) -> None:
+        names = self._running()
+        if not names:
+            return
+        self._progress(f"round {number + 1}: ceiling")
+        self.ceilings.append(self._ceiling.sample())
+        self._progress(None)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            self._progress(f"round {number + 1}: {name}")
+            sample = self._sample(name, number)
+            if sample is not None:
+                self.outcomes[name].samples.append(sample)
+            self._progress(None)
+
+    def _sample(self, name: str, number: int) -> Sample | None:
+        loader, outcome = self._loaders[name], self.outcomes[name]
+        taken: list[Sample] = []
+
+        def one() -> None:
+            sample, delivered = self._timed(loader, number)
+            outcome.verified = False
+            self._workload.verify(delivered)
+            outcome.verified = True
+            taken.append(sample)
+
+        self._guard(name, one)
+        return taken[0] if taken else None
+
+    def _timed(self, loader: Loader, number: int) -> tuple[Sample, Any]:
+        try:
+            loader.arm()
+            labels = self._settle()
+            cpu = _cpu_seconds()
+            start = time.perf_counter()
+            delivered = self._workload.run(loader)
+            returned = time.perf_counter()
+            self._workload.finish(delivered)
+            end = time.perf_counter()
+            cpu = _cpu_seconds() - cpu
+        finally:
+            loader.disarm()
+        return Sample(number, end - start, returned - start, cpu, self._peak(), labels), delivered
+
+    def _settle(self) -> list[str]:
+        gc.collect()
+        if self._workload.job.cuda:
+            import torch
+
+            torch.cuda.synchronize(self._workload.job.device)
+            if self._fresh_memory:
+                torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._workload.job.device)
+        if self._cold:
+            return [NOT_COLD] if cache.evict(self._workload.job.paths) else []
+        return [NOT_WARM] if cache.warm(self._workload.job.paths) else []
+
+    def _peak(self) -> int | None:
+        if not self._workload.job.cuda:
+            return None
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(self._workload.job.device))
+
+    def _guard(self, name: str, step: Callable[[], None]) -> bool:
+        """Run one step; an exception becomes the row's reason and ends the loader's part in this run."""
+        outcome = self.outcomes[name]
+        try:
+            step()
+        except Unavailable as error:
+            outcome.status, outcome.reason = "skipped", str(error)
+        except Exception as error:  # whatever a library raises belongs into its row
+            outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {error}"
+        return outcome.status == "ok"
+
+
+def _touch_memory(nbytes: int) -> None:
+    """Use as much memory as a load takes, once, and give it back. A virtual machine may get its memory from the host
+    only now, at a few GB/s, which the first loader's first load would pay for all."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = min(nbytes, free // 2)
+    if size:
+        memory = mmap.mmap(-1, size)
+        np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE].fill(1)
+        memory.close()
+
+
+def _cpu_seconds() -> float:
+    """User and system time of all threads of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

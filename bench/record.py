@@ -1,0 +1,219 @@
+"""One JSON line for each loader of a run: the schema, and a validator written by hand.
+
+Sizes are bytes, times seconds, rates decimal GB/s (1e9). `samples_s` holds every steady sample in the order taken,
+with `sample_labels` and `ceiling.samples` beside it; the statistics are over those that count (measure.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench import stats
+from bench.config import ScenarioConfig
+from bench.measure import NOT_COLD, Outcome
+from bench.scenarios.base import Workload
+
+SCHEMA_VERSION = 1
+STATUSES = ("ok", "skipped", "failed")
+
+
+@dataclass(slots=True)
+class Record:
+    """One row. Lists are empty and figures None where the row was skipped or failed before they were taken."""
+
+    status: str
+    reason: str | None
+    scenario: str
+    verb: str
+    loader: str
+    cache: str
+    device: str
+    config: dict[str, Any]
+    bytes: int
+    unit: str
+    units: int
+    samples_s: list[float] = field(default_factory=list)
+    sample_labels: list[list[str]] = field(default_factory=list)
+    lazy_return_s: list[float] = field(default_factory=list)
+    first_s: float | None = None
+    startup_s: float | None = None
+    gb_per_s: dict[str, float] | None = None
+    units_per_s: dict[str, float] | None = None
+    ceiling: dict[str, Any] = field(default_factory=dict)
+    pct_ceiling: float | None = None
+    pct_ceiling_ci95: list[float] | None = None
+    cpu_s_per_gb: float | None = None
+    verified: bool | None = None
+    cold_verified: bool | None = None
+    delivers: str | None = None
+    route: str | None = None
+    peak_pinned_bytes: int | None = None
+    peak_gpu_bytes: int | None = None
+    env: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        """One line, without a newline."""
+        return json.dumps(asdict(self), allow_nan=False)
+
+
+def make(
+    name: str,
+    outcome: Outcome,
+    workload: Workload,
+    *,
+    scenario: str,
+    cold: bool,
+    ceiling: Mapping[str, Any],
+    config: dict[str, Any],
+    env: dict[str, Any],
+) -> Record:
+    """The record of one loader. `ceiling` holds kind, detail and samples (GB/s, one a round)."""
+    record = Record(
+        status=outcome.status,
+        reason=outcome.reason,
+        scenario=scenario,
+        verb=workload.verb,
+        loader=name,
+        cache="cold" if cold else "warm",
+        device=workload.job.device,
+        config=config,
+        bytes=workload.sample_bytes,
+        unit=workload.unit,
+        units=workload.units,
+        startup_s=outcome.startup_s,
+        verified=outcome.verified,
+        delivers=outcome.delivers,
+        route=outcome.route,
+        peak_pinned_bytes=outcome.pinned_bytes,
+        env=env,
+    )
+    gigabytes = workload.sample_bytes / 1e9
+    limits = [float(value) for value in ceiling["samples"]]
+    record.ceiling = {**ceiling, "samples": limits, "gb_per_s": stats.median(limits) if limits else None}
+    if outcome.first is not None and (outcome.first.counts or not cold):
+        record.first_s = outcome.first.seconds
+    samples = outcome.samples
+    record.samples_s = [sample.seconds for sample in samples]
+    record.lazy_return_s = [sample.lazy_return_s for sample in samples]
+    record.peak_gpu_bytes = max((s.peak_gpu_bytes for s in samples if s.peak_gpu_bytes is not None), default=None)
+    counted = [sample for sample in samples if sample.counts]
+    if cold and samples:
+        record.cold_verified = len(counted) == len(samples)
+    if counted:
+        rates = [gigabytes / sample.seconds for sample in counted]
+        for sample, outlier in zip(counted, stats.outliers(rates), strict=True):
+            if outlier:
+                sample.labels.append("outlier")
+        record.gb_per_s = stats.summarise(rates)._asdict()
+        record.units_per_s = stats.summarise([workload.units / sample.seconds for sample in counted])._asdict()
+        record.cpu_s_per_gb = stats.median([sample.cpu_s for sample in counted]) / gigabytes
+        ratios = stats.paired_ratios(rates, [limits[sample.round] for sample in counted])
+        record.pct_ceiling = 100 * stats.median(ratios)
+        interval = stats.bootstrap_ci95(ratios)
+        record.pct_ceiling_ci95 = [100 * bound for bound in interval] if interval else None
+    elif record.status == "ok":
+        record.status = "failed"
+        record.reason = "every sample is not_cold: pages stayed in memory" if samples else "no sample was taken"
+    record.sample_labels = [list(sample.labels) for sample in samples]
+    return record
+
+
+def skipped(
+    name: str, reason: str, scenario: ScenarioConfig, *, cold: bool, config: dict[str, Any], env: dict[str, Any]
+) -> Record:
+    """The row of a loader in a run that could not begin."""
+    return Record(
+        status="skipped",
+        reason=reason,
+        scenario=scenario.name,
+        verb=scenario.verb,
+        loader=name,
+        cache="cold" if cold else "warm",
+        device="none",
+        config=config,
+        bytes=0,
+        unit="none",
+        units=0,
+        ceiling={"kind": "none", "detail": reason, "gb_per_s": None, "samples": []},
+        env=env,
+    )
+
+
+_NUMBER = (int, float)
+_SUMMARY = ("n", "median", "mad", "iqr", "min", "max")
+_TYPES: dict[str, tuple[type, ...]] = {
+    "schema_version": (int,),
+    "status": (str,),
+    "reason": (str, type(None)),
+    "scenario": (str,),
+    "verb": (str,),
+    "loader": (str,),
+    "cache": (str,),
+    "device": (str,),
+    "config": (dict,),
+    "bytes": (int,),
+    "unit": (str,),
+    "units": (int,),
+    "samples_s": (list,),
+    "sample_labels": (list,),
+    "lazy_return_s": (list,),
+    "first_s": (*_NUMBER, type(None)),
+    "startup_s": (*_NUMBER, type(None)),
+    "gb_per_s": (dict, type(None)),
+    "units_per_s": (dict, type(None)),
+    "ceiling": (dict,),
+    "pct_ceiling": (*_NUMBER, type(None)),
+    "pct_ceiling_ci95": (list, type(None)),
+    "cpu_s_per_gb": (*_NUMBER, type(None)),
+    "verified": (bool, type(None)),
+    "cold_verified": (bool, type(None)),
+    "delivers": (str, type(None)),
+    "route": (str, type(None)),
+    "peak_pinned_bytes": (int, type(None)),
+    "peak_gpu_bytes": (int, type(None)),
+    "env": (dict,),
+}
+_ENV = ("commit", "gpu", "driver", "kernel", "cpu_model", "cores", "filesystem", "python", "torch", "versions")
+_CEILING = ("kind", "detail", "gb_per_s", "samples")
+
+
+def problems(row: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a parsed line; empty when it is valid."""
+    found = [f"{key}: missing" for key in _TYPES if key not in row]
+    found += [f"{key}: unknown" for key in row if key not in _TYPES]
+    for key, accepted in _TYPES.items():
+        value = row.get(key)
+        if key in row and (not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted)):
+            found.append(f"{key}: {type(value).__name__} is not one of {[item.__name__ for item in accepted]}")
+    if found:
+        return found
+    if row["schema_version"] != SCHEMA_VERSION:
+        found.append(f"schema_version: {row['schema_version']} is not {SCHEMA_VERSION}")
+    if row["status"] not in STATUSES:
+        found.append(f"status: {row['status']!r} is not one of {STATUSES}")
+    if (row["status"] == "ok") != (row["reason"] is None):
+        found.append("reason: has to be given exactly when the status is not ok")
+    if not len(row["samples_s"]) == len(row["sample_labels"]) == len(row["lazy_return_s"]):
+        found.append("samples_s, sample_labels and lazy_return_s differ in length")
+    if any(not isinstance(value, _NUMBER) or not 0 < value < math.inf for value in row["samples_s"]):
+        found.append("samples_s: every sample has to be positive")
+    found += [f"env.{key}: missing" for key in _ENV if key not in row["env"]]
+    found += [f"ceiling.{key}: missing" for key in _CEILING if key not in row["ceiling"]]
+    for key in ("gb_per_s", "units_per_s"):
+        summary = row[key]
+        if summary is not None and set(summary) != set(_SUMMARY):
+            found.append(f"{key}: has to hold {', '.join(_SUMMARY)}")
+    if row["status"] == "ok":
+        found += [f"{key}: has to be given for an ok row" for key in _NEEDED_WHEN_OK if row[key] is None]
+        counted = [labels for labels in row["sample_labels"] if NOT_COLD not in labels]
+        if row["gb_per_s"] is not None and row["gb_per_s"].get("n") != len(counted):
+            found.append("gb_per_s.n: is not the number of samples that count")
+    return found
+
+
+_NEEDED_WHEN_OK = ("gb_per_s", "units_per_s", "pct_ceiling", "cpu_s_per_gb", "startup_s", "verified")

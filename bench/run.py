@@ -1,0 +1,179 @@
+"""`python -m bench.run`: measure loaders and print what share of the hardware's ceiling each reaches.
+
+    python -m bench.run                              the default: as large as the machine allows, under two minutes
+    python -m bench.run experiment=smoke             a few seconds
+    python -m bench.run experiment=peers             eight 1.24 GB files in /dev/shm, to the GPU, against every peer
+    python -m bench.run experiment=disk_cold         from a disk with a page cache verified to be empty
+    python -m bench.run experiment=random            4 KiB records
+    python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
+
+Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says. Exit status: 0 when
+the run was made, whatever its rows say; 2 when it could not be made as asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bench import ceilings, config, environment, files, loaders, record, report, scenarios
+from bench.config import BenchConfig, BenchError
+from bench.loaders.base import Loader
+from bench.measure import Runner
+
+
+def measure(settings: BenchConfig, output: Path, out: Console) -> list[record.Record]:
+    """One run: write the files, measure, append the records to `output`, and return them. Raises BenchError."""
+    built = {name: loaders.build(name, options) for name, options in settings.loaders.items()}
+    device, cuda_reason = _device(settings.device)
+    cold = settings.cache.state == "cold"
+    if cuda_reason is not None:
+        env = environment.collect(Path(settings.storage.dir or "/"), device)
+        rows = [
+            record.skipped(name, cuda_reason, settings.scenario, cold=cold, config=_row_config(settings, name), env=env)
+            for name in built
+        ]
+    else:
+        rows = _measure(settings, built, device, out)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a", encoding="utf-8") as lines:
+        lines.writelines(row.to_json() + "\n" for row in rows)
+    return rows
+
+
+def _measure(settings: BenchConfig, built: dict[str, Loader], device: str, out: Console) -> list[record.Record]:
+    cold = settings.cache.state == "cold"
+    plan = files.choose(settings.storage, cuda=device.startswith("cuda"), cold=cold)
+    _check_cold(plan.directory, cold)
+    for path in files.left_over(plan.directory):
+        out.print(f"{path} was left by a run that was killed; remove it", style="yellow", highlight=False)
+    out.print(
+        f"{plan.files} files of {plan.file_bytes / 1e9:.3f} GB ({plan.total_bytes / 1e9:.2f} GB) in {plan.directory} "
+        f"({plan.why}), {'kept' if settings.storage.keep_files else 'removed at the end'}.",
+        highlight=False,
+    )
+    env = environment.collect(plan.directory, device)
+    with _bar(out) as bar:
+        task = bar.add_task("writing the files", total=len(built) + settings.scenario.rounds * (1 + len(built)))
+
+        def step(text: str | None) -> None:
+            bar.update(task, description=text) if text is not None else bar.advance(task)
+            bar.refresh()
+
+        with files.written(plan, keep=settings.storage.keep_files) as written:
+            workload = scenarios.build(settings.scenario, written, device)
+            step("finding the ceiling")
+            ceiling = ceilings.choose(workload, cold=cold)
+            try:
+                runner = Runner(
+                    workload, built, ceiling, cold=cold, fresh_memory=settings.scenario.fresh_memory, progress=step
+                )
+                measured = runner.run(settings.scenario.rounds, settings.scenario.max_seconds)
+            finally:
+                ceiling.close()
+    limit = {"kind": ceiling.kind, "detail": ceiling.describe(), "samples": measured.ceilings}
+    return [
+        record.make(
+            name,
+            outcome,
+            workload,
+            scenario=settings.scenario.name,
+            cold=cold,
+            ceiling=limit,
+            config=_row_config(settings, name),
+            env=env,
+        )
+        for name, outcome in measured.outcomes.items()
+    ]
+
+
+def _row_config(settings: BenchConfig, name: str) -> dict[str, Any]:
+    return {**dataclasses.asdict(settings), "loaders": {name: settings.loaders[name]}}
+
+
+def _device(wanted: str) -> tuple[str, str | None]:
+    """The device, and why no row can run when CUDA was asked for and is missing."""
+    if wanted == "cpu":
+        return "cpu", None
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda:0")  # the context is the process's, and no loader's start-up
+        return "cuda:0", None
+    return "cpu", "device=cuda was asked for, and there is no CUDA device" if wanted == "cuda" else None
+
+
+def _check_cold(directory: Path, cold: bool) -> None:
+    found = environment.filesystem(directory)
+    if cold and found is not None and found["type"] in ("tmpfs", "ramfs"):
+        raise BenchError(
+            f"{directory} is a {found['type']}: it is memory and cannot be cold; choose a disk with storage.dir="
+        )
+
+
+def _bar(out: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<40}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("time left"),
+        TimeRemainingColumn(),
+        # Drawn between samples only: a thread that draws meanwhile takes the interpreter from the one that is timed.
+        auto_refresh=False,
+        console=out,
+        transient=True,
+    )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise KeyboardInterrupt  # so that the files go when the run is terminated, as they do on Ctrl-C
+
+
+@hydra.main(version_base="1.3", config_path=str(config.CONFIG_DIR), config_name="bench")
+def _app(composed: DictConfig) -> None:
+    out = report.console()
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(plain, dict)
+        settings = config.build({str(key): value for key, value in plain.items()})
+        output = Path(settings.output or Path(HydraConfig.get().runtime.output_dir) / "results.jsonl")
+        rows = measure(settings, output, out)
+    except BenchError as error:
+        _fail(error, out)
+        raise SystemExit(2) from None
+    report.show(rows, out)
+    out.print(f"records: {output}", style="dim", highlight=False)
+
+
+def _fail(error: BenchError, out: Console) -> None:
+    out.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+
+
+def main() -> None:
+    """The entry point."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        config.check_overrides(sys.argv[1:])
+        _app()
+    except BenchError as error:
+        _fail(error, report.console())
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        report.console().print("interrupted; the test files are removed")
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

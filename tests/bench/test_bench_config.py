@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from bench import config, loaders
+
+EVERY = [(group, name) for group in config.groups() for name in config.options(group)]
+
+
+@contextmanager
+def composed(*overrides: str) -> Iterator[dict[str, Any]]:
+    with initialize_config_dir(str(config.CONFIG_DIR), version_base="1.3"):
+        plain = OmegaConf.to_container(compose("bench", list(overrides)), resolve=True)
+    assert isinstance(plain, dict)
+    yield {str(key): value for key, value in plain.items()}
+
+
+def test_the_groups_are_the_ones_that_the_bench_has() -> None:
+    assert config.groups() == ["cache", "experiment", "loader", "scenario", "storage"]
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY)
+def test_every_config_composes_and_its_loaders_can_be_built(group: str, name: str) -> None:
+    choice = f"{group}=[{name}]" if group == "loader" else f"{group}={name}"
+    config.check_overrides([choice])
+    with composed(choice) as plain:
+        settings = config.build(plain)
+    for row, options in settings.loaders.items():
+        assert settings.scenario.verb in {"read", "gather"}
+        assert loaders.build(row, options).verbs
+
+
+def test_every_experiment_chooses_loaders_that_have_its_verb() -> None:
+    for name in config.options("experiment"):
+        with composed(f"experiment={name}") as plain:
+            settings = config.build(plain)
+        for row, options in settings.loaders.items():
+            assert settings.scenario.verb in loaders.build(row, options).verbs, (name, row)
+
+
+def test_the_command_line_wins_over_the_experiment() -> None:
+    with composed("experiment=default", "cache=cold", "loader=[pread]", "scenario.rounds=3") as plain:
+        settings = config.build(plain)
+    assert settings.cache.state == "cold"
+    assert list(settings.loaders) == ["pread"]
+    assert settings.scenario.rounds == 3
+
+
+def test_a_row_in_yaml_names_every_option_of_its_loader() -> None:
+    for name in config.options("loader"):
+        with composed(f"loader=[{name}]") as plain:
+            options = plain["loaders"][name]
+        assert set(options) == {"kind", *loaders.option_names(options["kind"])}, name
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("storage.filez=3", "unknown key 'storage.filez'; did you mean 'files'?"),
+        ("devise=cpu", "unknown key 'devise'; did you mean 'device'?"),
+        ("scenario=load_modl", "unknown scenario 'load_modl'; did you mean 'load_model'?"),
+        ("loader=[pread,safetensor]", "unknown loader 'safetensor'; did you mean 'safetensors'?"),
+        ("loaders.pread.num_thread=3", "unknown option 'loaders.pread.num_thread'; did you mean 'num_threads'?"),
+        ("loaders.prea.num_threads=3", "did you mean 'pread'?"),
+        ("loader=[zzz]", "valid: fastsafetensors, "),
+    ],
+)
+def test_an_unknown_override_names_the_nearest_valid_one(override: str, message: str) -> None:
+    with pytest.raises(config.BenchConfigError) as caught:
+        config.check_overrides([override])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["hydra.run.dir=/x", "+new=1", "~loader", "--multirun", "cache=warm,cold"])
+def test_what_is_hydras_is_left_to_hydra(override: str) -> None:
+    config.check_overrides([override])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"foo": 1}, "unknown key 'foo'"),
+        ({"cache": {"state": "hot"}}, "'cache.state' is 'hot'"),
+        ({"cache": 3}, "'cache' is 3; it has to be a mapping"),
+        ({"device": "gpu"}, "'device' is 'gpu'"),
+        ({"storage": {"files": "many"}}, "'storage.files' is 'many' (str); it has to be int or null"),
+        ({"storage": {"files": True}}, "'storage.files' is True (bool)"),
+        ({"storage": {"file_bytes": 5}}, "at least 1048576"),
+        ({"scenario": {"name": "x", "verb": "reed"}}, "did you mean 'read'?"),
+        ({"scenario": {"verb": "read"}}, "key 'scenario.name' is missing"),
+        ({"loaders": {}}, "no loader is chosen"),
+    ],
+)
+def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"scenario": {"name": "x", "verb": "read"}, "loaders": {"pread": {"kind": "pread"}}}
+    config.build(good)
+    with pytest.raises(config.BenchConfigError) as caught:
+        config.build(good | changes)
+    assert message in str(caught.value)
+
+
+def test_a_wrong_loader_is_named() -> None:
+    with pytest.raises(config.BenchConfigError, match="did you mean 'kvikio'"):
+        loaders.build("row", {"kind": "kvikia"})
+    with pytest.raises(config.BenchConfigError, match=r"unknown key 'loaders\.row\.thread'"):
+        loaders.build("row", {"kind": "pread", "thread": 3})
+    with pytest.raises(config.BenchConfigError, match="has to be int"):
+        loaders.build("row", {"kind": "pread", "num_threads": "3"})
+
+
+def test_importing_the_bench_imports_neither_torch_nor_a_peer() -> None:
+    code = """
+import importlib, pkgutil, sys, bench
+for module in pkgutil.walk_packages(bench.__path__, "bench."):
+    importlib.import_module(module.name)
+heavy = {"torch", "safetensors", "fastsafetensors", "instanttensor", "runai_model_streamer", "kvikio", "gdsstream"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.strip() == "[]"
