@@ -39,7 +39,8 @@ class Reader {
     // How many reads are worth having under way.
     virtual std::size_t depth() const = 0;
     virtual void start(ReadOp& op) = 0;
-    // Appends finished reads; waits for at least one if any is under way.
+    // Appends finished reads; waits for at least one if any is under way. Never throws: a reader that breaks down
+    // reports what it had under way as failed.
     virtual void collect(std::vector<ReadOp*>& finished) = 0;
 };
 

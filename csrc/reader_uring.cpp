@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cerrno>
+#include <unordered_set>
 
 #include "error.hpp"
 #include "reader.hpp"
@@ -17,31 +18,40 @@ constexpr std::size_t kWaitShare = 8;
 class UringReader : public Reader {
   public:
     explicit UringReader(const ReaderOptions& options)
-        : options_(options), uring_(static_cast<unsigned>(std::max<std::size_t>(options.depth, 1))) {
-        fixed_ = options.max_segments > 0 && uring_.reserve_buffers(static_cast<unsigned>(options.max_segments));
+        : options_(options),
+          uring_(std::make_unique<Uring>(static_cast<unsigned>(std::max<std::size_t>(options.depth, 1)))),
+          depth_(std::min<std::size_t>(options.depth, uring_->entries())) {
+        fixed_ = options.max_segments > 0 && uring_->reserve_buffers(static_cast<unsigned>(options.max_segments));
         registered_.resize(options.max_segments, false);
     }
 
-    std::size_t room() const override { return depth() - under_way_; }
-    std::size_t depth() const override { return std::min<std::size_t>(options_.depth, uring_.entries()); }
+    std::size_t room() const override { return depth_ - under_way_.size(); }
+    std::size_t depth() const override { return depth_; }
 
     void start(ReadOp& op) override {
-        // Opening for O_DIRECT can throw: before the read counts as under way.
+        // Both can throw: before the read counts as under way.
+        if (uring_ == nullptr) throw Error(ErrorKind::unavailable, "io_uring broke down earlier in this thread");
         queue(op);
-        ++under_way_;
+        under_way_.insert(&op);
     }
 
     void collect(std::vector<ReadOp*>& finished) override {
-        if (under_way_ == 0) return;
+        if (under_way_.empty()) return;
         const std::size_t before = finished.size();
         while (finished.size() == before) {
             completions_.clear();
-            uring_.submit_and_wait(static_cast<unsigned>(std::max<std::size_t>(1, under_way_ / kWaitShare)));
-            uring_.reap(completions_);
+            try {
+                uring_->submit_and_wait(
+                    static_cast<unsigned>(std::max<std::size_t>(1, under_way_.size() / kWaitShare)));
+            } catch (const Error& error) {
+                abandon(error.errnum(), finished);
+                return;
+            }
+            uring_->reap(completions_);
             for (const Uring::Completion& completion : completions_) {
                 auto* op = reinterpret_cast<ReadOp*>(completion.tag);
                 if (settle(*op, completion.result)) {
-                    --under_way_;
+                    under_way_.erase(op);
                     finished.push_back(op);
                 } else {
                     queue(*op);
@@ -51,6 +61,16 @@ class UringReader : public Reader {
     }
 
   private:
+    // The kernel takes no calls for this ring any more: closing it cancels what it has, and every read is reported.
+    void abandon(int errnum, std::vector<ReadOp*>& finished) {
+        uring_.reset();
+        for (ReadOp* op : under_way_) {
+            op->errnum = errnum != 0 ? errnum : EIO;
+            finished.push_back(op);
+        }
+        under_way_.clear();
+    }
+
     std::uint64_t position(const ReadOp& op) const {
         return options_.direct ? align_down(op.done, kPageBytes) : op.done;
     }
@@ -59,8 +79,8 @@ class UringReader : public Reader {
         const int fd = options_.direct ? op.file->direct_descriptor() : op.file->descriptor();
         const std::uint64_t at = position(op);
         const auto bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(op.bytes - at, 1U << 30));
-        uring_.queue_read(fd, op.data + at, bytes, op.offset + at, reinterpret_cast<std::uintptr_t>(&op),
-                          fixed_buffer(op));
+        uring_->queue_read(fd, op.data + at, bytes, op.offset + at, reinterpret_cast<std::uintptr_t>(&op),
+                           fixed_buffer(op));
     }
 
     // Whether the read is over, well or badly; otherwise the rest has to be queued again.
@@ -82,7 +102,8 @@ class UringReader : public Reader {
     int fixed_buffer(const ReadOp& op) {
         if (!fixed_ || !op.staged) return -1;
         if (!registered_[op.segment]) {
-            const int failed = uring_.set_buffer(op.segment, options_.segment_data(op.segment), options_.segment_bytes);
+            const int failed =
+                uring_->set_buffer(op.segment, options_.segment_data(op.segment), options_.segment_bytes);
             if (failed != 0) {
                 fixed_ = false;
                 if (options_.note) {
@@ -97,10 +118,11 @@ class UringReader : public Reader {
     }
 
     const ReaderOptions options_;
-    Uring uring_;
+    std::unique_ptr<Uring> uring_;
+    const std::size_t depth_;
     bool fixed_ = false;
     std::vector<bool> registered_;
-    std::size_t under_way_ = 0;
+    std::unordered_set<ReadOp*> under_way_;
     std::vector<Uring::Completion> completions_;
 };
 

@@ -24,7 +24,7 @@ void run_on(const std::vector<int>& cpus) {
 }  // namespace
 
 void Worker::set_up() {
-    run_on(shared_.cpus);
+    broken_.reset();
     try {
         shared_.sink->attach_thread();
         const LaneConfig& config = lane_.config();
@@ -49,6 +49,7 @@ void Worker::set_up() {
 
 void Worker::run() {
     ::pthread_setname_np(::pthread_self(), "gdsstream");
+    run_on(shared_.cpus);
     set_up();
     for (;;) {
         top_up();
@@ -68,6 +69,8 @@ void Worker::top_up() {
 
 void Worker::start_next_read() {
     Work& work = *part_.work;
+    // What stopped the set-up (no descriptor left, say) may be over by now.
+    if (broken_ != nullptr) set_up();
     if (broken_ != nullptr) work.transfer->fail(*broken_);
     bool skip = work.failed || work.transfer->aborted();
     if (!skip) {
@@ -93,11 +96,7 @@ void Worker::start_next_read() {
 
 void Worker::collect() {
     arrived_.clear();
-    try {
-        reader_->collect(arrived_);
-    } catch (const Error& error) {
-        broken_ = std::make_unique<Error>(error);
-    }
+    reader_->collect(arrived_);
     for (ReadOp* op : arrived_) {
         Work& work = *op->owner;
         --reads_under_way_;

@@ -24,10 +24,12 @@ from gdsstream.devices import allocate, allocate_all, memory_of, parse_device
 from gdsstream.dtypes import torch_dtype
 from gdsstream.engine import Engine, Transfer, merge, open_engine
 from gdsstream.engine.base import SourceFile
-from gdsstream.engine.native import NativeEngine, check_records
-from gdsstream.errors import ConfigError, ReadError
+from gdsstream.engine.native import NativeEngine, check_records, say_once
+from gdsstream.errors import BackendUnavailableError, ConfigError, ReadError
 from gdsstream.header import CheckpointFile, FileStamp, TensorSpec
 from gdsstream.plan import ReadPlan, plan_separate
+from gdsstream.proofs import proven
+from gdsstream.views import map_tensors
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def load_file(
     device: torch.device | str | int = "cpu",
     *,
     names: Names = None,
+    copy: bool = True,
     config: StreamConfig | None = None,
     **knobs: Any,
 ) -> dict[str, torch.Tensor]:
@@ -57,6 +60,9 @@ def load_file(
         filename: a safetensors file, an index (`*.safetensors.index.json`), a directory, or a list of files.
         device: "cpu", "cuda", "cuda:1", or a CUDA ordinal.
         names: which tensors: their names, or a predicate on the name; only their bytes are read. None means all.
+        copy: False, on the CPU only, maps the files instead of reading them, as safetensors itself does: nothing is
+            read until it is touched, all tensors of a file share its mapping, and touching them after the file was
+            truncated kills the process.
         config, **knobs: see StreamConfig; knobs go before config, both before the environment.
 
     Returns:
@@ -68,17 +74,25 @@ def load_file(
         a file changes meanwhile; ConfigError, BackendUnavailableError, MemoryBudgetError.
     """
     target = parse_device(device)
-    engine = shared_engine(target, merge(config, knobs))
-    loading = Loading(engine)
+    settings = merge(config, knobs)
+    if not copy:
+        if target.type != "cpu" or settings.backend != "auto":
+            raise ConfigError('copy=False maps files into CPU memory: it needs device="cpu" and backend="auto"')
+        checkpoint = Checkpoint.open(filename)
+        return map_tensors(checkpoint.files, checkpoint.select(names))
+    loading: Loading | None = None
     if names is None or callable(names):
         # The first file's bytes are under way while the second's header is parsed.
         files: list[CheckpointFile] = []
         for file, specs in headers(filename)[1]:
+            loading = loading or Loading(_engine_for(target, settings, file.path))
             files.append(file)
             loading.add(files, specs if names is None else [spec for spec in specs if names(spec.name)])
     else:
         checkpoint = Checkpoint.open(filename)
+        loading = Loading(_engine_for(target, settings, checkpoint.files[0].path))
         loading.add(checkpoint.files, checkpoint.select(names))
+    assert loading is not None, "a checkpoint has at least one file"
     return loading.wait()
 
 
@@ -216,6 +230,24 @@ def shared_engine(device: torch.device, config: StreamConfig) -> Engine:
             engine = open_engine(device=device, config=config)
             _engines[device, config] = engine
         return engine
+
+
+def _engine_for(device: torch.device, config: StreamConfig, path: str) -> Engine:
+    """The engine for a checkpoint whose first file is `path`: "auto" is "cufile" where a stored proof says that reads
+    from that mount went straight to a GPU."""
+    if config.backend == "auto" and device.type == "cuda" and not config.host_cache_bytes:
+        proof = proven([path])
+        if proof is not None:
+            try:
+                engine = shared_engine(device, replace(config, backend="cufile"))
+            except (BackendUnavailableError, ConfigError) as error:
+                say_once(f"{proof.mount_point} has a proof of GPUDirect Storage, but cufile cannot be used: {error}")
+            else:
+                say_once(
+                    f"backend auto on {device}: cufile, because {proof.mount_point} has a proof ({proof.evidence})"
+                )
+                return engine
+    return shared_engine(device, config)
 
 
 def release_engines() -> None:

@@ -242,6 +242,7 @@ class NativeEngine(Engine):
         """Counters since the engine was opened, and its present size: `transfers`, `reads`, `read_bytes`, `bytes`
         (delivered), `copies`, `copied_bytes`, `tasks`, `failed_tasks`, `threads`, `staging_bytes`, `staging_slots`,
         `staging_slots_held`, `quarantined` (transfers given up whose memory may still be written to)."""
+        check_process(self._pid, f"{self.name} engine")
         self._sweep()
         counters: dict[str, int | float] = dict(self._native.counters())
         counters["bytes"] = counters["copied_bytes"] or counters["read_bytes"]
@@ -271,7 +272,7 @@ def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
     if config.reader == "io_uring" and reason:
         raise BackendUnavailableError(f'reader="io_uring" cannot run: {reason}; use reader="auto" or "pread"')
     if config.reader == "auto" and reason:
-        _say_once(f"reads with O_DIRECT use threads instead of io_uring: {reason}")
+        say_once(f"reads with O_DIRECT use threads instead of io_uring: {reason}")
     buffered = "io_uring" if config.reader == "io_uring" else "pread"
     direct = "pread" if reason else "io_uring"
     uring_threads = config.num_threads or min(cores, _URING_THREADS)
@@ -306,7 +307,8 @@ def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
 _said: set[str] = set()
 
 
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Log a choice or a fallback the first time it is made in this process."""
     if text not in _said:
         _said.add(text)
         log.warning("%s", text)

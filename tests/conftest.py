@@ -1,0 +1,75 @@
+"""Fixtures that tests share: checkpoints made on the spot, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import Raw, random_raw, write_checkpoint
+
+import gdsstream
+
+
+@pytest.fixture(autouse=True)
+def _no_knobs_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("GDSSTREAM_") and name != "GDSSTREAM_LIBCUDA"]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """make_checkpoint(name="model.safetensors", tensors=None, **write_checkpoint's) -> path of a new file."""
+
+    def make(name: str = "model.safetensors", tensors: dict[str, Raw] | None = None, **options: object) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_checkpoint(path, tensors if tensors is not None else mixed_tensors(), **options)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    """Twelve tensors of about 3 MB in all, at odd offsets, a scalar and an empty one among them."""
+    return make_checkpoint(metadata={"format": "pt", "made": "for tests"}, padding=3)
+
+
+def mixed_tensors() -> dict[str, Raw]:
+    shapes = [("F32", (64, 1000)), ("BF16", (333, 7)), ("U8", (5,)), ("I64", ()), ("F16", (0, 4)), ("F64", (11, 3))]
+    shapes += [("BOOL", (77,)), ("I8", (999_999,)), ("F32", (1,)), ("U8", (1_500_001,)), ("I16", (3, 5)), ("F16", (9,))]
+    return {f"layer.{i}.weight": random_raw(dtype, shape, seed=i) for i, (dtype, shape) in enumerate(shapes)}
+
+
+def _left_behind(directory: Path) -> dict[str, int]:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+        except OSError:
+            continue  # it ended meanwhile
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(names),
+        "reader threads": names.count("gdsstream"),
+        "mappings": sum(str(directory) in line for line in maps),
+    }
+
+
+@pytest.fixture
+def no_leaks(tmp_path: Path) -> Iterator[None]:
+    """Descriptors, threads and mappings of the test's files are as many after the test as before it."""
+    gdsstream.release_engines()
+    torch.ones(1 << 20).sum()  # torch's own threads come with its first large operation
+    gc.collect()
+    before = _left_behind(tmp_path)
+    yield
+    gdsstream.release_engines()
+    gc.collect()
+    after = _left_behind(tmp_path)
+    assert after["reader threads"] == after["mappings"] == 0
+    assert {key: count for key, count in after.items() if count > before[key]} == {}
