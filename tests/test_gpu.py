@@ -164,6 +164,7 @@ def test_all_devices(checkpoint: Path) -> None:
 
 
 def test_too_large_for_the_device_says_how_large(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     save_file({"w": torch.zeros(64 * MIB, dtype=torch.uint8)}, tmp_path / "w.safetensors")
     hog = torch.empty(free - 32 * MIB, dtype=torch.uint8, device="cuda")
@@ -180,6 +181,7 @@ def test_too_large_for_the_device_says_how_large(tmp_path: Path) -> None:
 
 def test_auto_goes_by_a_stored_proof(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kvikio")
+    gdsstream.release_engines()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     info = storage.describe(checkpoint)
     assert info.mount_point is not None

@@ -16,7 +16,7 @@ from gdsstream.engine import Engine, merge, open_engine
 from gdsstream.engine.base import SourceFile
 from gdsstream.engine.native import NativeEngine
 from gdsstream.errors import ConfigError, EngineClosedError
-from gdsstream.load import Loading, Names, shared_engine, submit_runs
+from gdsstream.load import Loading, Names, collection_paused, shared_engine, submit_runs
 from gdsstream.slices import Selection, select
 
 _FRAMEWORKS = ("pt", "torch", "pytorch")
@@ -52,7 +52,8 @@ class safe_open:
         self._engine: Engine | None = None
         target = parse_device(device)
         settings = merge(config, {**knobs, "host_cache_bytes": host_cache_bytes})
-        self._checkpoint = Checkpoint.open(filename)
+        with collection_paused():
+            self._checkpoint = Checkpoint.open(filename)
         # Registered pages belong to one handle: its engine goes with it. Threads and ring are shared otherwise.
         self._own_engine = settings.host_cache_bytes > 0 or settings.backend == "mapped"
         self._engine = open_engine(device=target, config=settings) if self._own_engine else None
@@ -136,7 +137,8 @@ class safe_open:
         for index in {spec.file for spec in specs}:
             self._open_file(index)
         loading = Loading(engine)
-        loading.add(self._files, specs)
+        with collection_paused():
+            loading.add(self._files, specs)
         return loading.wait()
 
     def read_selection(self, spec: TensorSpec, selection: Selection) -> torch.Tensor:

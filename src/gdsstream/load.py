@@ -7,10 +7,12 @@ threads and pinned memory are paid for once. `release_engines` closes them; in a
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -80,20 +82,31 @@ def load_file(
             raise ConfigError('copy=False maps files into CPU memory: it needs device="cpu" and backend="auto"')
         checkpoint = Checkpoint.open(filename)
         return map_tensors(checkpoint.files, checkpoint.select(names))
-    loading: Loading | None = None
-    if names is None or callable(names):
-        # The first file's bytes are under way while the second's header is parsed.
-        files: list[CheckpointFile] = []
-        for file, specs in headers(filename)[1]:
-            loading = loading or Loading(_engine_for(target, settings, file.path))
-            files.append(file)
-            loading.add(files, specs if names is None else [spec for spec in specs if names(spec.name)])
-    else:
-        checkpoint = Checkpoint.open(filename)
-        loading = Loading(_engine_for(target, settings, checkpoint.files[0].path))
-        loading.add(checkpoint.files, checkpoint.select(names))
-    assert loading is not None, "a checkpoint has at least one file"
+    with collection_paused():
+        loading = _start(filename, target, settings, names)
     return loading.wait()
+
+
+def _start(
+    filename: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    device: torch.device,
+    config: StreamConfig,
+    names: Names,
+) -> Loading:
+    if names is not None and not callable(names):
+        checkpoint = Checkpoint.open(filename)
+        loading = Loading(_engine_for(device, config, checkpoint.files[0].path))
+        loading.add(checkpoint.files, checkpoint.select(names))
+        return loading
+    # The first file's bytes are under way while the second's header is parsed.
+    started: Loading | None = None
+    files: list[CheckpointFile] = []
+    for file, specs in headers(filename)[1]:
+        started = started or Loading(_engine_for(device, config, file.path))
+        files.append(file)
+        started.add(files, specs if names is None else [spec for spec in specs if names(spec.name)])
+    assert started is not None, "a checkpoint has at least one file"
+    return started
 
 
 def read_many(
@@ -140,6 +153,19 @@ def read_many(
     used = np.unique(index)
     engine.gather([sources[i] for i in used], np.searchsorted(used, index).astype(np.int32), starts, length, out).wait()
     return out
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No cyclic garbage collection inside: what a load makes by the hundred thousand is not garbage yet, and looking
+    through it again and again doubles the time of a load of many tensors."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Loading:

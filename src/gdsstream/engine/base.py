@@ -81,7 +81,8 @@ class Transfer(ABC):
         and holds no lock that other threads need; Ctrl-C ends the wait, and the transfer goes on.
 
         The first read that fails fails the whole transfer: every later `wait` raises that error, for the transfer and
-        for any group that had not landed by then. A group that had landed keeps its bytes. Can be called again, and from several threads.
+        for any group that had not landed by then. A group that had landed keeps its bytes. Can be called again, and
+        from several threads.
 
         Raises:
             TimeoutError: not there after `timeout_s` seconds; the transfer goes on and can be waited for again.

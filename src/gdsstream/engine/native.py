@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _MAX_AUTO_THREADS = 12
 _AUTO_DEPTH = 256
-_URING_THREADS = 3
+_URING_THREADS = 4
 # Where io_uring is not to be had, only many threads keep a disk's queue filled.
 _DIRECT_PREAD_THREADS = 32
 # Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
