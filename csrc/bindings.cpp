@@ -145,7 +145,7 @@ NB_MODULE(_native, m) {
     m.def("direct_io_works", &direct_io_works, nb::arg("path"), Release(), "Whether one O_DIRECT read succeeds.");
     m.def("resident_bytes", &resident_bytes, nb::arg("path"), nb::arg("offset"), nb::arg("nbytes"), Release(),
           "How many of the bytes are in the page cache, by mincore.");
-    m.def("pci_bus_id", [](int ordinal) { return cuda::Device::open(ordinal)->pci_bus_id(); }, nb::arg("ordinal"));
+    m.def("pci_bus_id", &cuda::pci_bus_id, nb::arg("ordinal"));
     m.def("cut_for_tests",
           [](const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
              const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint64_t task_bytes,

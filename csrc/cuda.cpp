@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <utility>
 
@@ -16,6 +17,7 @@ namespace {
 constexpr Result kSuccess = 0;
 constexpr Result kOutOfMemory = 2;
 constexpr Result kNotReady = 600;
+constexpr Result kNotSupported = 801;
 constexpr unsigned kStreamNonBlocking = 0x1;
 constexpr unsigned kEventBlockingSync = 0x1;
 constexpr unsigned kEventDisableTiming = 0x2;
@@ -121,27 +123,44 @@ void check(Result result, const char* doing) {
     throw Error(result == kOutOfMemory ? ErrorKind::memory : ErrorKind::cuda, message);
 }
 
-void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
-              StreamHandle stream) {
-    const Driver& d = *driver();
-    if (d.copy_batch == nullptr || bytes.size() < 2) {
-        for (std::size_t i = 0; i < bytes.size(); ++i) {
-            check(d.copy_to_device(targets[i], reinterpret_cast<const void*>(sources[i]), bytes[i], stream),
-                  "copying to the device");
-        }
-        return;
-    }
+namespace {
+
+// Whether the driver took them all: one may have the symbol and still refuse, on older devices for instance.
+bool copied_in_batches(const Driver& d, std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources,
+                       std::vector<std::size_t>& bytes, StreamHandle stream) {
+    static std::atomic<bool> refused{false};
+    if (d.copy_batch == nullptr || bytes.size() < 2 || refused.load(std::memory_order_relaxed)) return false;
     BatchAttributes attributes;
     std::size_t first = 0;  // the attributes hold from copy 0 on
     for (std::size_t at = 0; at < bytes.size(); at += kMaxBatch) {
         const std::size_t count = std::min(kMaxBatch, bytes.size() - at);
-        check(d.copy_batch(targets.data() + at, sources.data() + at, bytes.data() + at, count, &attributes, &first, 1,
-                           stream),
-              "copying to the device in a batch");
+        const Result result = d.copy_batch(targets.data() + at, sources.data() + at, bytes.data() + at, count,
+                                           &attributes, &first, 1, stream);
+        if (result == kNotSupported && at == 0) {
+            refused.store(true, std::memory_order_relaxed);
+            return false;
+        }
+        check(result, "copying to the device in a batch");
+    }
+    return true;
+}
+
+}  // namespace
+
+void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
+              StreamHandle stream) {
+    const Driver& d = *driver();
+    if (copied_in_batches(d, targets, sources, bytes, stream)) return;
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+        check(d.copy_to_device(targets[i], reinterpret_cast<const void*>(sources[i]), bytes[i], stream),
+              "copying to the device");
     }
 }
 
-std::shared_ptr<Device> Device::open(int ordinal) {
+namespace {
+
+// Throws what Device::open promises for machines and ordinals that cannot be used.
+DeviceHandle find_device(int ordinal) {
     const Driver* d = driver();
     if (d == nullptr) {
         throw Error(ErrorKind::unavailable, "device cuda:" + std::to_string(ordinal) +
@@ -153,9 +172,19 @@ std::shared_ptr<Device> Device::open(int ordinal) {
         throw Error(ErrorKind::config, "device cuda:" + std::to_string(ordinal) + " does not exist: this machine has " +
                                            std::to_string(count) + " CUDA device(s)");
     }
+    DeviceHandle handle = 0;
+    check(d->device_get(&handle, ordinal), "opening the device");
+    return handle;
+}
+
+}  // namespace
+
+std::shared_ptr<Device> Device::open(int ordinal) {
+    const DeviceHandle handle = find_device(ordinal);
+    const Driver* d = driver();
     std::shared_ptr<Device> device(new Device);
     device->ordinal_ = ordinal;
-    check(d->device_get(&device->handle_, ordinal), "opening the device");
+    device->handle_ = handle;
     int read_only = 0;
     if (d->device_get_attribute(&read_only, kAttributeReadOnlyRegister, device->handle_) == kSuccess) {
         device->registers_read_only_ = read_only != 0;
@@ -167,6 +196,13 @@ std::shared_ptr<Device> Device::open(int ordinal) {
     return device;
 }
 
+std::string pci_bus_id(int ordinal) {
+    const DeviceHandle handle = find_device(ordinal);
+    char text[32] = {};
+    check(driver()->device_get_pci_bus_id(text, sizeof text, handle), "asking for the PCI bus id");
+    return text;
+}
+
 Device::~Device() {
     if (context_ == nullptr) return;
     if (stream_ != nullptr) {
@@ -176,12 +212,6 @@ Device::~Device() {
         ignore(driver()->pop_current(&popped));
     }
     ignore(driver()->primary_release(handle_));
-}
-
-std::string Device::pci_bus_id() const {
-    char text[32] = {};
-    check(driver()->device_get_pci_bus_id(text, sizeof text, handle_), "asking for the PCI bus id");
-    return text;
 }
 
 void Device::attach_thread() const { check(driver()->set_current(context_), "making the context current"); }

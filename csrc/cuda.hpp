@@ -61,6 +61,9 @@ void check(Result result, const char* doing);
 void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
               StreamHandle stream);
 
+// "0000:3b:00.0"; needs no context. Throws as Device::open.
+std::string pci_bus_id(int ordinal);
+
 // A device's primary context, the one torch uses, retained for as long as this lives, and the one stream on which the
 // engine copies to it.
 class Device {
@@ -74,8 +77,6 @@ class Device {
     int ordinal() const { return ordinal_; }
     StreamHandle copy_stream() const { return stream_; }
     bool registers_read_only() const { return registers_read_only_; }
-    // "0000:3b:00.0"
-    std::string pci_bus_id() const;
     // Makes the context current in a thread that belongs to the engine.
     void attach_thread() const;
     // Whether the copy stream has something left to do. The calling thread has the context current.

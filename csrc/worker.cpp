@@ -62,6 +62,8 @@ void Worker::top_up() {
     for (;;) {
         const bool idle = reads_under_way_ == 0;
         if (!idle && (reader_->room() == 0 || bytes_under_way_ >= kBytesUnderWay)) return;
+        // What stopped the set-up (no descriptor left, say) may be over by now; and claiming already needs the context.
+        if (part_.empty() && broken_ != nullptr) set_up();
         if (part_.empty() && !lane_.claim(part_, idle)) return;
         start_next_read();
     }
@@ -69,8 +71,6 @@ void Worker::top_up() {
 
 void Worker::start_next_read() {
     Work& work = *part_.work;
-    // What stopped the set-up (no descriptor left, say) may be over by now.
-    if (broken_ != nullptr) set_up();
     if (broken_ != nullptr) work.transfer->fail(*broken_);
     bool skip = work.failed || work.transfer->aborted();
     if (!skip) {
