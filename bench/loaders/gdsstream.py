@@ -38,9 +38,16 @@ class LoadFile(Loader):
         if job.request is not None and self.backend in ("traditional", "cufile"):
             raise Unavailable("read_many runs on the native engine only")
 
+        if not self.copy and job.cuda:
+            raise Unavailable("copy=False maps files into CPU memory")
+        if not self.copy and job.request is not None:
+            raise Unavailable("read_many copies")
+
     def prepare(self, job: Job) -> None:
         self._gdsstream = need("gdsstream", "gdsstream")
         self._job = job
+        if not self.copy:
+            return
         # Loading no tensor opens the engine that every later call uses; its refusal becomes the row's reason.
         try:
             self._gdsstream.load_file(list(job.paths), device=job.device, names=[], **self.knobs())
@@ -75,11 +82,16 @@ class LoadFile(Loader):
         if self._gdsstream is not None:
             self._gdsstream.release_engines()  # all of them: loaders are closed together
 
+    def delivers(self) -> str:
+        return "owned" if self.copy else "file mapping"
+
     def route(self) -> str | None:
+        if not self.copy:
+            return "mapped files, nothing read"
         return str(self._engine().route)
 
     def pinned_bytes(self) -> int | None:
-        if self._job is None or not self._job.cuda:
+        if self._job is None or not self._job.cuda or not self.copy:
             return 0  # its buffers are ordinary memory then
         found: int | None = self._engine().stats().get("staging_bytes")
         return found
