@@ -41,7 +41,7 @@ def test_settings_are_validated(knob: str, value: object):
     ("knobs", "wanted"),
     [
         ({}, CuFileSettings(12, 8 << 20, 8 << 20)),
-        ({"chunk_size": 32 << 20}, CuFileSettings(8, 32 << 20, 32 << 20)),
+        ({"chunk_size": 32 << 20, "staging_bytes": 256 << 20}, CuFileSettings(8, 32 << 20, 32 << 20)),
         ({"num_threads": 30, "direct_io": True}, CuFileSettings(30, 8 << 20, 8 << 20, direct_io=True)),
         ({"staging_bytes": 4 << 20}, CuFileSettings(1, 4 << 20, 4 << 20)),
         (
