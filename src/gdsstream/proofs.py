@@ -1,4 +1,4 @@
-"""Proofs that GPUDirect Storage works: mount by mount, kept between processes, made by `gdsstream doctor --prove`.
+"""Proofs that GPUDirect Storage works: mount by mount, kept between processes.
 
 A request for GDS that quietly took another path looks just like one that did not, so that GDS is only chosen
 automatically where cuFile's own counters once saw it at work. A proof holds for one machine and one mount, as long as
@@ -132,7 +132,7 @@ def _load_proofs() -> list[GdsProof]:
         reason = f"not a list of proofs: {error!r}"
     if reason and str(path) not in _warned:
         _warned.add(str(path))
-        log.warning("%s is ignored (%s); `gdsstream doctor --prove` writes it anew", path, reason)
+        log.warning("%s is ignored (%s); remove it", path, reason)
     return []
 
 
