@@ -1,4 +1,4 @@
-"""What users may rely on: names, what importing them costs, and that the stub tells the truth about the native module."""
+"""What users may rely on: names, what importing them costs, and a stub that fits the native module."""
 
 from __future__ import annotations
 
