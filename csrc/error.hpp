@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -39,5 +40,14 @@ class Error : public std::exception {
 };
 
 inline std::string errno_text(int errnum) { return std::string(std::strerror(errnum)); }
+
+// Whatever a worker meets becomes its transfer's failure: no exception leaves a thread.
+inline Error as_error(const std::exception& exception) {
+    if (const auto* error = dynamic_cast<const Error*>(&exception)) return *error;
+    if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {
+        return Error(ErrorKind::memory, "no memory left for the engine's own lists; free some, or submit less at once");
+    }
+    return Error(ErrorKind::read, std::string("unexpected failure in a reader thread: ") + exception.what());
+}
 
 }  // namespace gdsstream

@@ -141,8 +141,8 @@ bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
             work = open_work(transfer, task, config_, rules, *shared_, may_wait);
             // Mapped files need no reads: there is nothing to hand out.
             if (work != nullptr && work->reads.empty()) finish_reads(*work, 0, *shared_);
-        } catch (const Error& error) {
-            transfer->fail(error);
+        } catch (const std::exception& error) {
+            transfer->fail(as_error(error));
             over = true;
         }
         if (over) transfer->retire(task.group);

@@ -51,8 +51,8 @@ void Transfer::land(std::uint32_t index) {
             groups_[index].event = std::move(event);
             groups_[index].verified = !any_mapped_;
             groups_[index].landed = true;
-        } catch (const Error& error) {
-            fail(error);
+        } catch (const std::exception& error) {
+            fail(as_error(error));
         }
     }
     changed_.notify_all();
@@ -77,9 +77,9 @@ void Transfer::retire(std::uint32_t index) {
     bool marked = true;
     try {
         last = sink_->mark();
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
         marked = false;
-        fail(error);
+        fail(as_error(error));
     }
     std::lock_guard lock(mutex_);
     last_ = std::move(last);

@@ -31,6 +31,16 @@ void compact(std::vector<CopySpan>& copies) {
     if (!copies.empty()) copies.resize(kept + 1);
 }
 
+// Gives its slot back unless the work took it over: making the lists may fail for want of memory.
+struct HeldSlot {
+    StagingRing& ring;
+    Slot* slot = nullptr;
+
+    ~HeldSlot() {
+        if (slot != nullptr) ring.release(slot);
+    }
+};
+
 void deliver(Work& work, Shared& shared) {
     if (work.slot != nullptr) compact(work.copies);
     shared.sink->copy(work.copies);
@@ -58,8 +68,8 @@ void settle(Work& work, Shared& shared) {
             copied = true;
             deliver(work, shared);
         }
-    } catch (const Error& error) {
-        transfer.fail(error);
+    } catch (const std::exception& error) {
+        transfer.fail(as_error(error));
     }
     if (work.slot != nullptr) {
         try {
@@ -68,9 +78,9 @@ void settle(Work& work, Shared& shared) {
             } else {
                 shared.ring->release(work.slot);
             }
-        } catch (const Error& error) {
+        } catch (const std::exception& error) {
             // The event could not be recorded: the slot is free when no copy at all is left.
-            transfer.fail(error);
+            transfer.fail(as_error(error));
             while (!shared.sink->idle()) std::this_thread::sleep_for(std::chrono::microseconds(50));
             shared.ring->release(work.slot);
         }
@@ -89,6 +99,7 @@ std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& 
     work->task = task;
     std::vector<ReadSpan> spans;
     std::uint64_t base = 0;
+    HeldSlot held{*shared.ring};
     if (in_place) {
         expand_in_place(lists.extents, task, rules, spans);
     } else if (lane.reader == ReaderKind::mapped) {
@@ -99,6 +110,7 @@ std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& 
     } else {
         work->slot = may_wait ? shared.ring->acquire() : shared.ring->try_acquire();
         if (work->slot == nullptr) return nullptr;
+        held.slot = work->slot;
         base = reinterpret_cast<std::uintptr_t>(work->slot->data);
         expand_staged(lists.extents, task, rules, spans, work->copies);
         for (CopySpan& copy : work->copies) copy.source += base;
@@ -119,6 +131,7 @@ std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& 
     work->left = work->reads.size();
     work->transfer = std::move(transfer);
     work->alive = work;
+    held.slot = nullptr;
     return work;
 }
 
