@@ -86,7 +86,7 @@ class safe_open:
         return self._read([self._checkpoint.spec(name)])[name]
 
     def tensors(self, names: Names = None) -> dict[str, torch.Tensor]:
-        """Many tensors in one transfer: those of `names`, those a predicate accepts, or all."""
+        """Many tensors at once: those of `names`, those a predicate accepts, or all."""
         return self._read(self._checkpoint.select(names))
 
     def get_slice(self, name: str) -> TensorSlice:
