@@ -1,4 +1,4 @@
-"""What tests are made with: checkpoints written byte by byte, cold files, and other processes."""
+"""What tests are made with: checkpoints written byte by byte, plans by hand, cold files, and other processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -140,3 +141,29 @@ def run_python(code: str, *arguments: object, timeout_s: float = 60, **environme
         pytest.fail(f"still running after {timeout_s} s\n{out}\n{err}")
     assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
     return out, err
+
+
+class Source(NamedTuple):
+    path: str
+    stamp: FileStamp
+
+    @classmethod
+    def at(cls, path: Path) -> Source:
+        return cls(str(path), FileStamp.of(path))
+
+
+def make_plan(
+    extents: Sequence[tuple[int, int, int, int, int, int]], buffer_bytes: tuple[int, ...], num_groups: int = 1
+) -> Any:
+    """(file, file_offset, nbytes, buffer, buffer_offset, group) each."""
+    table = np.array(extents, dtype=np.int64).reshape(-1, 6)
+    return SimpleNamespace(
+        file=table[:, 0].astype(np.int32),
+        file_offset=table[:, 1].copy(),
+        nbytes=table[:, 2].copy(),
+        buffer=table[:, 3].astype(np.int32),
+        buffer_offset=table[:, 4].copy(),
+        group=table[:, 5].astype(np.int32),
+        buffer_bytes=buffer_bytes,
+        num_groups=num_groups,
+    )

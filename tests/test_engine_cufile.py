@@ -9,17 +9,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_kvikio import FakeCounters, FakeKvikio
+from support import Source, make_plan
 
-from gdsstream.checkpoint import FileStamp
 from gdsstream.engine import cufile
 from gdsstream.engine.cufile import CuFileEngine
 from gdsstream.engine.kvikio_process import CuFileSettings
@@ -35,32 +34,6 @@ from gdsstream.errors import (
     ShortReadError,
     TransferCancelledError,
 )
-
-
-class Source(NamedTuple):
-    path: str
-    stamp: FileStamp
-
-    @classmethod
-    def at(cls, path: Path) -> Source:
-        return cls(str(path), FileStamp.of(path))
-
-
-def make_plan(
-    extents: Sequence[tuple[int, int, int, int, int, int]], buffer_bytes: tuple[int, ...], num_groups: int = 1
-) -> Any:
-    """(file, file_offset, nbytes, buffer, buffer_offset, group) each."""
-    table = np.array(extents, dtype=np.int64).reshape(-1, 6)
-    return SimpleNamespace(
-        file=table[:, 0].astype(np.int32),
-        file_offset=table[:, 1].copy(),
-        nbytes=table[:, 2].copy(),
-        buffer=table[:, 3].astype(np.int32),
-        buffer_offset=table[:, 4].copy(),
-        group=table[:, 5].astype(np.int32),
-        buffer_bytes=buffer_bytes,
-        num_groups=num_groups,
-    )
 
 
 @pytest.fixture

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import Source, make_plan
 
-from gdsstream.checkpoint import FileStamp
 from gdsstream.engine.base import Engine, check_buffers, check_plan
 from gdsstream.engine.traditional import TraditionalEngine
 from gdsstream.errors import (
@@ -24,32 +22,6 @@ from gdsstream.errors import (
     ReadError,
     ShortReadError,
 )
-
-
-class Source(NamedTuple):
-    path: str
-    stamp: FileStamp
-
-    @classmethod
-    def at(cls, path: Path) -> Source:
-        return cls(str(path), FileStamp.of(path))
-
-
-def make_plan(
-    extents: Sequence[tuple[int, int, int, int, int, int]], buffer_bytes: tuple[int, ...], num_groups: int = 1
-) -> Any:
-    """(file, file_offset, nbytes, buffer, buffer_offset, group) each."""
-    table = np.array(extents, dtype=np.int64).reshape(-1, 6)
-    return SimpleNamespace(
-        file=table[:, 0].astype(np.int32),
-        file_offset=table[:, 1].copy(),
-        nbytes=table[:, 2].copy(),
-        buffer=table[:, 3].astype(np.int32),
-        buffer_offset=table[:, 4].copy(),
-        group=table[:, 5].astype(np.int32),
-        buffer_bytes=buffer_bytes,
-        num_groups=num_groups,
-    )
 
 
 def buffers_for(plan: Any, fill: int = 0xEE) -> list[torch.Tensor]:
