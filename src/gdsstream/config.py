@@ -25,7 +25,7 @@ DEFAULT_CHUNK_BYTES = 2 * 2**20
 _OTHER_VARIABLES = frozenset({"GDSSTREAM_LIBCUDA"})
 _PREFIX = "GDSSTREAM_"
 _PAGE_BYTES = 4096
-_SLOTS = 10
+_SLOTS = 6
 _CHUNKS_PER_SLOT = 8
 _MIN_CHUNK_BYTES = 64 * 1024
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -46,7 +46,7 @@ class StreamConfig:
             "cufile", whose task size it is.
         io_depth: reads that each io_uring thread keeps under way, within 16 MiB. Default 256.
         num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 12.
-        staging_bytes: the most pinned memory that the staging ring may grow to. Default 160 MiB.
+        staging_bytes: the most pinned memory that the staging ring may grow to. Default 96 MiB.
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
         numa: whether threads and staging memory go to the GPU's NUMA node. Default True.
         compat_mode, bounce_buffer_bytes, register_buffers: kvikio's, for "cufile" only; see CuFileSettings.
@@ -59,7 +59,7 @@ class StreamConfig:
     chunk_size: int | None = None
     io_depth: int | None = None
     num_threads: int | None = None
-    staging_bytes: int = 160 * 2**20
+    staging_bytes: int = 96 * 2**20
     host_cache_bytes: int = 0
     numa: bool = True
     compat_mode: str = "auto"
@@ -127,7 +127,7 @@ class StreamConfig:
         """Bytes of one staging slot, and so of one copy to the GPU, which several reads fill together.
 
         Each copy costs about 4 us beside its bytes, so that one of 4 MiB reaches 0.95 of the link and one of 16 MiB
-        0.99; but a ring of fewer than ten slots leaves readers without one, and a larger ring leaves the cache.
+        0.99; but a ring of fewer than six slots leaves readers without one, and a larger ring leaves the cache.
         """
         share = self.staging_bytes // _SLOTS // _PAGE_BYTES * _PAGE_BYTES
         return max(self.chunk_bytes, min(_CHUNKS_PER_SLOT * self.chunk_bytes, share))
