@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -9,11 +10,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "engine.hpp"
+#include "fence.hpp"
 #include "task.hpp"
 
 namespace nb = nanobind;
@@ -145,6 +148,8 @@ NB_MODULE(_native, m) {
     m.def("direct_io_works", &direct_io_works, nb::arg("path"), Release(), "Whether one O_DIRECT read succeeds.");
     m.def("resident_bytes", &resident_bytes, nb::arg("path"), nb::arg("offset"), nb::arg("nbytes"), Release(),
           "How many of the bytes are in the page cache, by mincore.");
+    m.def("unevictable_bytes", &unevictable_bytes,
+          "Page cache that this process has registered, which the kernel counts as available and cannot evict.");
     m.def("pci_bus_id", &cuda::pci_bus_id, nb::arg("ordinal"));
     m.def("cut_for_tests",
           [](const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
@@ -163,7 +168,23 @@ NB_MODULE(_native, m) {
         .def_prop_ro("nbytes", &File::size)
         .def("resident_fraction", &File::resident_fraction, Release(),
              "The share of the file in the page cache, from windows spread over it.")
-        .def_prop_ro("mapped", [](const File& file) { return file.mapped() != nullptr; });
+        .def_prop_ro("mapped", [](const File& file) { return file.windows() != nullptr; })
+        .def_prop_ro("mapped_bytes",
+                     [](const File& file) { return file.windows() != nullptr ? file.windows()->bytes() : 0; })
+        .def_prop_ro("host_copy", [](const File& file) {
+            return file.windows() != nullptr && !file.windows()->copied_because().empty();
+        });
+
+    nb::class_<FenceStream>(m, "FenceStream")
+        .def(nb::init<int>(), nb::arg("ordinal"), Release())
+        .def_prop_ro("handle", &FenceStream::handle);
+
+    nb::class_<Fence>(m, "Fence")
+        .def(nb::init<const FenceStream&, bool>(), nb::arg("stream"), nb::arg("timing") = false)
+        .def("record", &Fence::record, nb::arg("stream"))
+        .def("order", &Fence::order, nb::arg("stream"))
+        .def("done", &Fence::done)
+        .def("elapsed_ms", &Fence::elapsed_ms, nb::arg("earlier"));
 
     nb::class_<LaneConfig>(m, "Lane").def(
         "__init__",
@@ -216,7 +237,18 @@ NB_MODULE(_native, m) {
             nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("record_bytes"),
             nb::arg("target"), nb::arg("stream"))
         .def("prepare", &Engine::prepare, nb::arg("lane"), Release())
-        .def("map", &Engine::map, nb::arg("file"), Release())
+        .def(
+            "map",
+            [](Engine& engine, File& file,
+               const std::optional<std::vector<std::pair<std::uint64_t, std::uint64_t>>>& windows, bool allow_copy) {
+                std::optional<std::vector<Range>> ranges;
+                if (windows.has_value()) {
+                    ranges.emplace();
+                    for (const auto& [offset, bytes] : *windows) ranges->push_back(Range{offset, bytes});
+                }
+                engine.map(file, ranges, allow_copy);
+            },
+            nb::arg("file"), nb::arg("windows") = nb::none(), nb::kw_only(), nb::arg("allow_copy") = false, Release())
         .def("close", &Engine::close, Release())
         .def("counters", &Engine::counters)
         .def("take_notes", &Engine::take_notes)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <limits>
 #include <utility>
 
 #include "error.hpp"
@@ -15,8 +16,10 @@ namespace {
 
 // CUresult and flag values of cuda.h, which the build does not need.
 constexpr Result kSuccess = 0;
+constexpr Result kInvalidValue = 1;
 constexpr Result kOutOfMemory = 2;
 constexpr Result kNotReady = 600;
+constexpr Result kNotPermitted = 800;
 constexpr Result kNotSupported = 801;
 constexpr unsigned kStreamNonBlocking = 0x1;
 constexpr unsigned kEventBlockingSync = 0x1;
@@ -94,6 +97,7 @@ Loaded load() {
     resolve(library, "cuGetErrorString", d.error_string, missing);
     std::string optional;
     resolve(library, "cuMemcpyBatchAsync_v2", d.copy_batch, optional);
+    resolve(library, "cuEventElapsedTime", d.event_elapsed, optional);
     if (!missing.empty()) {
         loaded.reason = std::string(name) + " is too old, it lacks: " + missing;
         return loaded;
@@ -179,7 +183,7 @@ DeviceHandle find_device(int ordinal) {
 
 }  // namespace
 
-std::shared_ptr<Device> Device::open(int ordinal) {
+std::shared_ptr<Device> Device::open(int ordinal, unsigned copy_streams) {
     const DeviceHandle handle = find_device(ordinal);
     const Driver* d = driver();
     std::shared_ptr<Device> device(new Device);
@@ -192,7 +196,10 @@ std::shared_ptr<Device> Device::open(int ordinal) {
     check(d->primary_retain(&device->context_, device->handle_), "retaining the primary context");
     const Scope scope(*device);
     // Non-blocking: the legacy default stream must not order our copies behind the caller's kernels.
-    check(d->stream_create(&device->stream_, kStreamNonBlocking), "creating the copy stream");
+    for (unsigned i = 0; i < copy_streams; ++i) {
+        device->streams_.push_back(nullptr);
+        check(d->stream_create(&device->streams_.back(), kStreamNonBlocking), "creating a copy stream");
+    }
     return device;
 }
 
@@ -205,9 +212,11 @@ std::string pci_bus_id(int ordinal) {
 
 Device::~Device() {
     if (context_ == nullptr) return;
-    if (stream_ != nullptr) {
+    if (!streams_.empty()) {
         ignore(driver()->push_current(context_));
-        ignore(driver()->stream_destroy(stream_));
+        for (StreamHandle stream : streams_) {
+            if (stream != nullptr) ignore(driver()->stream_destroy(stream));
+        }
         ContextHandle popped = nullptr;
         ignore(driver()->pop_current(&popped));
     }
@@ -216,11 +225,15 @@ Device::~Device() {
 
 void Device::attach_thread() const { check(driver()->set_current(context_), "making the context current"); }
 
+bool idle(StreamHandle stream) {
+    const Result result = driver()->stream_query(stream);
+    if (result == kNotReady) return false;
+    check(result, "asking whether a stream has work left");
+    return true;
+}
+
 bool Device::copying() const {
-    const Result result = driver()->stream_query(stream_);
-    if (result == kNotReady) return true;
-    check(result, "asking whether copies are under way");
-    return false;
+    return std::any_of(streams_.begin(), streams_.end(), [](StreamHandle stream) { return !idle(stream); });
 }
 
 Device::Scope::Scope(const Device& device) {
@@ -232,8 +245,9 @@ Device::Scope::~Scope() {
     ignore(driver()->pop_current(&popped));
 }
 
-Event::Event(std::shared_ptr<Device> device) : device_(std::move(device)) {
-    check(driver()->event_create(&handle_, kEventBlockingSync | kEventDisableTiming), "creating an event");
+Event::Event(std::shared_ptr<Device> device, bool timing) : device_(std::move(device)) {
+    const unsigned flags = kEventBlockingSync | (timing ? 0 : kEventDisableTiming);
+    check(driver()->event_create(&handle_, flags), "creating an event");
 }
 
 Event::Event(Event&& other) noexcept
@@ -270,6 +284,13 @@ void Event::make_wait(StreamHandle stream) const {
     check(driver()->stream_wait_event(stream, handle_, 0), "making a stream wait for copies");
 }
 
+float Event::elapsed_ms(const Event& earlier) const {
+    float milliseconds = std::numeric_limits<float>::quiet_NaN();
+    if (driver()->event_elapsed == nullptr) return milliseconds;
+    check(driver()->event_elapsed(&milliseconds, earlier.handle_, handle_), "asking for the time between events");
+    return milliseconds;
+}
+
 Event EventPool::take() {
     {
         std::lock_guard lock(mutex_);
@@ -285,18 +306,25 @@ Event EventPool::take() {
 
 void EventPool::give_back(Event event) {
     std::lock_guard lock(mutex_);
-    free_.push_back(std::move(event));
+    try {
+        free_.push_back(std::move(event));
+    } catch (const std::bad_alloc&) {
+        // Destroyed instead of kept: destructors come here, too.
+    }
 }
 
 HostRegistration::HostRegistration(std::shared_ptr<Device> device, void* data, std::size_t bytes, bool read_only)
     : device_(std::move(device)) {
     if (read_only && !device_->registers_read_only()) {
-        throw Error(ErrorKind::unavailable,
-                    "this device or driver cannot register read-only memory; use backend=\"staged\"");
+        throw Error(ErrorKind::unavailable, "this device or driver cannot register read-only memory");
     }
     const Device::Scope scope(*device_);
-    check(driver()->host_register(data, bytes, kRegisterPortable | (read_only ? kRegisterReadOnly : 0)),
-          "registering host memory");
+    const Result result = driver()->host_register(data, bytes, kRegisterPortable | (read_only ? kRegisterReadOnly : 0));
+    if (read_only && (result == kInvalidValue || result == kNotPermitted || result == kNotSupported)) {
+        throw Error(ErrorKind::unavailable,
+                    "the driver refuses to register pages of a file: " + describe(*driver(), result));
+    }
+    check(result, "registering host memory");
     data_ = data;
 }
 

@@ -44,11 +44,16 @@ struct Driver {
     // Since CUDA 12.8; nullptr in older drivers. The attributes are BatchAttributes of cuda.cpp.
     Result (*copy_batch)(DevicePointer*, DevicePointer*, std::size_t*, std::size_t, void*, std::size_t*, std::size_t,
                          StreamHandle);
+    // nullptr where the library has none: times are then unknown.
+    Result (*event_elapsed)(float*, EventHandle, EventHandle);
     Result (*host_register)(void*, std::size_t, unsigned);
     Result (*host_unregister)(void*);
     Result (*error_name)(Result, const char**);
     Result (*error_string)(Result, const char**);
 };
+
+// Whether `stream` has nothing left to do. The calling thread has its context current.
+bool idle(StreamHandle stream);
 
 // The loaded driver, or nullptr with the reason in `unavailable_reason()`. Opened once a process.
 const Driver* driver();
@@ -64,22 +69,23 @@ void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& s
 // "0000:3b:00.0"; needs no context. Throws as Device::open.
 std::string pci_bus_id(int ordinal);
 
-// A device's primary context, the one torch uses, retained for as long as this lives, and the one stream on which the
+// A device's primary context, the one torch uses, retained for as long as this lives, and the streams on which the
 // engine copies to it.
 class Device {
   public:
     // Throws Error(unavailable) without a driver, Error(config) for an ordinal that does not exist.
-    static std::shared_ptr<Device> open(int ordinal);
+    static std::shared_ptr<Device> open(int ordinal, unsigned copy_streams = 1);
     ~Device();
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
 
     int ordinal() const { return ordinal_; }
-    StreamHandle copy_stream() const { return stream_; }
+    StreamHandle copy_stream(unsigned index = 0) const { return streams_[index]; }
+    unsigned copy_streams() const { return static_cast<unsigned>(streams_.size()); }
     bool registers_read_only() const { return registers_read_only_; }
     // Makes the context current in a thread that belongs to the engine.
     void attach_thread() const;
-    // Whether the copy stream has something left to do. The calling thread has the context current.
+    // Whether a copy stream has something left to do. The calling thread has the context current.
     bool copying() const;
 
     // Makes the context current in a thread of the caller's, and gives the caller's own back.
@@ -97,15 +103,15 @@ class Device {
     int ordinal_ = -1;
     DeviceHandle handle_ = 0;
     ContextHandle context_ = nullptr;
-    StreamHandle stream_ = nullptr;
+    std::vector<StreamHandle> streams_;
     bool registers_read_only_ = false;
 };
 
-// An event without timing whose waiters sleep instead of spinning.
+// An event whose waiters sleep instead of spinning; without timing, which makes it cheaper, unless asked for.
 class Event {
   public:
     Event() = default;
-    explicit Event(std::shared_ptr<Device> device);
+    explicit Event(std::shared_ptr<Device> device, bool timing = false);
     Event(Event&& other) noexcept;
     Event& operator=(Event&& other) noexcept;
     Event(const Event&) = delete;
@@ -118,6 +124,8 @@ class Event {
     bool complete() const;
     void synchronize() const;
     void make_wait(StreamHandle stream) const;
+    // Milliseconds from `earlier` to this, both complete and with timing; NaN where the driver does not say.
+    float elapsed_ms(const Event& earlier) const;
 
   private:
     std::shared_ptr<Device> device_;
@@ -141,7 +149,7 @@ class EventPool {
 class HostRegistration {
   public:
     HostRegistration() = default;
-    // Throws Error(memory | cuda | unavailable).
+    // Throws Error(memory | cuda), and Error(unavailable) where such memory is not registered at all: read-only.
     HostRegistration(std::shared_ptr<Device> device, void* data, std::size_t bytes, bool read_only);
     HostRegistration(HostRegistration&& other) noexcept;
     HostRegistration& operator=(HostRegistration&& other) noexcept;

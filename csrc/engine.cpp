@@ -19,6 +19,9 @@ constexpr std::uint64_t kMappedTaskBytes = 256 << 20;
 // Enough small copies to bridge the time in which the first full slot is read.
 constexpr unsigned kRampTasks = 4;
 
+// Transfers that wait for their destinations: more than this at once stand behind each other.
+constexpr unsigned kCopyStreams = 4;
+
 CutRules rules_for(const LaneConfig& lane, std::uint64_t slot_bytes, bool gpu) {
     CutRules rules;
     rules.task_bytes = lane.reader == ReaderKind::mapped && gpu ? kMappedTaskBytes : slot_bytes;
@@ -50,6 +53,21 @@ void check_extents(const std::vector<std::shared_ptr<File>>& files, const std::v
     }
 }
 
+// A lane without reads has no way to fail later than here.
+void check_in_memory(const std::vector<std::shared_ptr<File>>& files, const std::vector<bool>& mapped,
+                     const std::vector<Extent>& extents, bool gpu) {
+    for (const Extent& extent : extents) {
+        if (!mapped[extent.file] || extent.bytes == 0) continue;
+        const File& file = *files[extent.file];
+        file.in_memory(extent.offset, extent.bytes);
+        if (gpu && !file.windows()->registered()) {
+            throw Error(ErrorKind::config, file.path() +
+                                               ": is held in host memory by an engine on the CPU, which no GPU "
+                                               "can copy from; open it with this engine");
+        }
+    }
+}
+
 }  // namespace
 
 Engine::Engine(EngineConfig config) : config_(std::move(config)), pid_(::getpid()) {
@@ -58,12 +76,12 @@ Engine::Engine(EngineConfig config) : config_(std::move(config)), pid_(::getpid(
         throw Error(ErrorKind::config, "a slot has " + std::to_string(config_.slot_bytes) +
                                            " bytes; it has to be a multiple of 4096, at least 65536");
     }
-    if (config_.device >= 0) device_ = cuda::Device::open(config_.device);
+    if (config_.device >= 0) device_ = cuda::Device::open(config_.device, kCopyStreams);
     const bool gpu = device_ != nullptr;
     shared_ = std::make_shared<Shared>();
     shared_->sink = gpu ? make_cuda_sink(device_) : make_cpu_sink();
-    shared_->ring =
-        std::make_shared<StagingRing>(device_, config_.slot_bytes, config_.staging_bytes, config_.numa_node);
+    shared_->ring = std::make_shared<StagingRing>(device_, config_.slot_bytes, config_.staging_bytes, config_.numa_node,
+                                                  shared_->counters.ring_wait_us);
     shared_->cpus = config_.cpus;
     shared_->note = [this](const std::string& text) { note(text); };
     for (const LaneConfig& lane : config_.lanes) {
@@ -102,22 +120,23 @@ std::shared_ptr<Transfer> Engine::submit(std::vector<std::shared_ptr<File>> file
     check_extents(files, extents, groups);
     Transfer::Lists lists;
     lists.groups = groups;
+    std::vector<bool> mapped_files;
     for (std::size_t i = 0; i < files.size(); ++i) {
         if (file_lane[i] >= lanes_.size()) {
             throw Error(ErrorKind::config, "lane " + std::to_string(file_lane[i]) + " does not exist");
         }
         files[i]->check_unchanged("submitted");
         const bool mapped = lanes_[file_lane[i]]->config().reader == ReaderKind::mapped;
-        if (mapped && files[i]->size() > 0 && files[i]->mapped() == nullptr) {
-            throw Error(ErrorKind::config, files[i]->path() + ": is not mapped; map it before it is read so");
-        }
+        mapped_files.push_back(mapped);
         lists.file_mapped.push_back(mapped && device_ != nullptr);
     }
+    check_in_memory(files, mapped_files, extents, device_ != nullptr);
     lists.files = std::move(files);
     lists.file_lane = std::move(file_lane);
     lists.extents = std::move(extents);
 
-    auto transfer = std::make_shared<Transfer>(shared_->sink, std::move(lists));
+    const unsigned channel = shared_->sink->order_after(stream);
+    auto transfer = std::make_shared<Transfer>(shared_->sink, channel, std::move(lists));
     std::vector<std::vector<Task>> tasks(lanes_.size());
     std::vector<std::uint64_t> tasks_of_group(groups, 0);
     for (std::uint32_t i = 0; i < lanes_.size(); ++i) {
@@ -130,15 +149,17 @@ std::shared_ptr<Transfer> Engine::submit(std::vector<std::shared_ptr<File>> file
     if (device_ == nullptr) {
         for (const Extent& extent : transfer->lists().extents) prefer_huge_pages(extent.target, extent.bytes);
     }
-    shared_->sink->order_after(stream);
     transfer->expect(tasks_of_group);
     for (std::uint32_t i = 0; i < lanes_.size(); ++i) lanes_[i]->enqueue(transfer, std::move(tasks[i]));
     return transfer;
 }
 
-void Engine::map(File& file) {
+void Engine::map(File& file, const std::optional<std::vector<Range>>& windows, bool allow_copy) {
     check_usable();
-    file.map(device_);
+    const std::vector<Range> all{Range{0, file.size()}};
+    const HostTier tier{device_, config_.numa_node, allow_copy, shared_->held_bytes};
+    const std::string& because = file.map(windows.has_value() ? *windows : all, tier).copied_because();
+    if (!because.empty()) note("files in host memory are pinned copies beside the page cache: " + because);
 }
 
 void Engine::prepare(std::uint32_t lane) {
@@ -189,10 +210,19 @@ std::vector<std::string> Engine::take_notes() {
 
 std::map<std::string, std::uint64_t> Engine::counters() const {
     const Counters& c = shared_->counters;
-    std::map<std::string, std::uint64_t> result{
-        {"reads", c.reads},   {"read_bytes", c.read_bytes}, {"copies", c.copies}, {"copied_bytes", c.copied_bytes},
-        {"tasks", c.tasks},   {"failed_tasks", c.failures}, {"threads", 0},       {"staging_bytes", 0},
-        {"staging_slots", 0}, {"staging_slots_held", 0}};
+    std::map<std::string, std::uint64_t> result{{"reads", c.reads},
+                                                {"read_bytes", c.read_bytes},
+                                                {"copies", c.copies},
+                                                {"copied_bytes", c.copied_bytes},
+                                                {"tasks", c.tasks},
+                                                {"failed_tasks", c.failures},
+                                                {"threads", 0},
+                                                {"staging_bytes", 0},
+                                                {"staging_slots", 0},
+                                                {"staging_slots_held", 0},
+                                                {"ring_wait_us", c.ring_wait_us},
+                                                {"active_us", shared_->activity.microseconds()},
+                                                {"mapped_bytes", shared_->held_bytes->load()}};
     for (const std::unique_ptr<Lane>& lane : lanes_) result["threads"] += lane->threads_started();
     std::lock_guard lock(mutex_);
     if (shared_->ring != nullptr) {

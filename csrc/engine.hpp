@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,8 +39,9 @@ class Engine {
     std::shared_ptr<Transfer> submit(std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
                                      std::vector<Extent> extents, std::uint32_t groups, std::uintptr_t stream);
 
-    // Maps a file and, for a GPU engine, registers its pages.
-    void map(File& file);
+    // Holds parts of a file in host memory (nullopt: all of it), registered for a GPU; `allow_copy`: as a pinned copy
+    // where its own pages cannot be registered. Throws as File::map does.
+    void map(File& file, const std::optional<std::vector<Range>>& windows = {}, bool allow_copy = false);
 
     // Pays now for what the first transfer through `lane` would pay: its threads, and the whole staging ring.
     void prepare(std::uint32_t lane);

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace gdsstream {
 
@@ -23,12 +23,12 @@ enum class ErrorKind {
     unavailable  // BackendUnavailableError
 };
 
-class Error : public std::exception {
+// A runtime_error, whose copies share the text: handing an error on needs no memory.
+class Error : public std::runtime_error {
   public:
-    Error(ErrorKind kind, std::string message, int errnum = 0)
-        : kind_(kind), errnum_(errnum), message_(std::move(message)) {}
+    Error(ErrorKind kind, const std::string& message, int errnum = 0)
+        : std::runtime_error(message), kind_(kind), errnum_(errnum) {}
 
-    const char* what() const noexcept override { return message_.c_str(); }
     ErrorKind kind() const { return kind_; }
     // The system's errno, or 0 where the failure did not come from a system call.
     int errnum() const { return errnum_; }
@@ -36,18 +36,23 @@ class Error : public std::exception {
   private:
     ErrorKind kind_;
     int errnum_;
-    std::string message_;
 };
 
 inline std::string errno_text(int errnum) { return std::string(std::strerror(errnum)); }
 
+// Made in advance: when it is needed, there is no memory to make it with.
+inline const Error kNoMemory(ErrorKind::memory,
+                             "no memory left for the engine's own lists; free some, or submit less at once");
+
 // Whatever a worker meets becomes its transfer's failure: no exception leaves a thread.
-inline Error as_error(const std::exception& exception) {
+inline Error as_error(const std::exception& exception) noexcept {
     if (const auto* error = dynamic_cast<const Error*>(&exception)) return *error;
-    if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {
-        return Error(ErrorKind::memory, "no memory left for the engine's own lists; free some, or submit less at once");
+    if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) return kNoMemory;
+    try {
+        return Error(ErrorKind::read, std::string("unexpected failure in a reader thread: ") + exception.what());
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
     }
-    return Error(ErrorKind::read, std::string("unexpected failure in a reader thread: ") + exception.what());
 }
 
 }  // namespace gdsstream

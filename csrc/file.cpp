@@ -112,7 +112,7 @@ double File::resident_fraction() const {
     constexpr std::size_t window_pages = 16;
     const std::size_t pages = (size() + kPageBytes - 1) / kPageBytes;
     if (pages == 0) return 1.0;
-    const Mapping mapping = Mapping::of_file(buffered_.get(), size());
+    const Mapping mapping = Mapping::of_file(buffered_.get(), 0, size());
     const std::size_t stride = std::max<std::size_t>(pages / windows, window_pages);
     std::size_t seen = 0;
     std::size_t resident = 0;
@@ -128,41 +128,26 @@ double File::resident_fraction() const {
     return static_cast<double>(resident) / static_cast<double>(seen);
 }
 
-void File::map(const std::shared_ptr<cuda::Device>& device) {
+const Windows& File::map(const std::vector<Range>& ranges, HostTier tier) {
     std::lock_guard lock(mutex_);
-    if (size() == 0) return;
-    if (mapping_.data() == nullptr) {
-        Mapping mapping = Mapping::of_file(buffered_.get(), size());
-        // One thread brings in about 6 GB/s; several are needed to make the set-up as fast as the storage.
-        const std::size_t pieces = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);
-        const std::size_t step = align_up((size() + pieces - 1) / pieces, kPageBytes);
-        std::vector<int> failed(pieces, 0);
-        {
-            std::vector<std::jthread> threads;
-            for (std::size_t i = 0; i < pieces && i * step < size(); ++i) {
-                threads.emplace_back([&, i] {
-                    failed[i] = populate(mapping.data() + i * step, std::min(step, size() - i * step), false);
-                });
-            }
-        }
-        for (const int errnum : failed) {
-            if (errnum == 0) continue;
-            check_unchanged("mapped");
-            if (errnum == EINVAL) {
-                throw Error(ErrorKind::unavailable,
-                            path_ +
-                                ": this kernel cannot populate a mapping safely (MADV_POPULATE_READ needs Linux "
-                                "5.14); use backend=\"staged\"",
-                            errnum);
-            }
-            throw Error(ErrorKind::read, path_ + ": its pages could not be brought in: " + errno_text(errnum), errnum);
-        }
-        check_unchanged("mapped");
-        mapping_ = std::move(mapping);
+    if (windows_ == nullptr) {
+        windows_ = std::make_unique<const Windows>(*this, ranges, std::move(tier));
+        published_.store(windows_.get(), std::memory_order_release);
+    } else {
+        for (const Range& range : ranges) in_memory(range.offset, range.bytes);
     }
-    if (device != nullptr && !registration_.active()) {
-        registration_ = cuda::HostRegistration(device, mapping_.data(), align_up(size(), kPageBytes), true);
-    }
+    return *windows_;
+}
+
+const std::byte* File::in_memory(std::uint64_t offset, std::uint64_t bytes) const {
+    const Windows* held = windows();
+    const std::byte* found = held != nullptr ? held->find(offset, bytes) : nullptr;
+    if (found != nullptr || (held != nullptr && bytes == 0)) return found;
+    throw Error(ErrorKind::config,
+                path_ + ": " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
+                    (held == nullptr ? " are not held in host memory: map the file before it is read so"
+                                     : " are in none of its windows in host memory: open it with a "
+                                       "window for them, or read them by another lane"));
 }
 
 std::pair<std::uint32_t, std::uint32_t> direct_alignment_of(const std::string& path) {

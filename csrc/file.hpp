@@ -1,15 +1,17 @@
-// A file that is read: its descriptors, its stamp, its O_DIRECT alignment and, where asked for, its mapping.
+// A file that is read: its descriptors, its stamp, its O_DIRECT alignment and, where asked for, its windows.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "cuda.hpp"
 #include "error.hpp"
 #include "memory.hpp"
+#include "windows.hpp"
 
 namespace gdsstream {
 
@@ -49,10 +51,13 @@ class File : public std::enable_shared_from_this<File> {
     Error ended_early(std::uint64_t offset, std::uint64_t wanted, std::uint64_t got) const;
     Error read_failed(std::uint64_t offset, std::uint64_t wanted, int errnum) const;
 
-    // Maps the file, brings all its pages in and registers them with `device` (nullptr: no registration, for CPU
-    // sinks). Idempotent. Throws Error(read | changed | cuda | unavailable).
-    void map(const std::shared_ptr<cuda::Device>& device);
-    const std::byte* mapped() const { return mapping_.data(); }
+    // Holds parts of the file in host memory, once: a later call may ask for what is held already and for no more.
+    // Throws as Windows does, and Error(config).
+    const Windows& map(const std::vector<Range>& ranges, HostTier tier);
+    // nullptr until then; never changes afterwards.
+    const Windows* windows() const { return published_.load(std::memory_order_acquire); }
+    // Throws Error(config) for bytes that no window holds.
+    const std::byte* in_memory(std::uint64_t offset, std::uint64_t bytes) const;
 
   private:
     Stamp stamp_now() const;
@@ -62,8 +67,8 @@ class File : public std::enable_shared_from_this<File> {
     FileDescriptor buffered_;
     std::mutex mutex_;
     FileDescriptor direct_;
-    Mapping mapping_;
-    cuda::HostRegistration registration_;  // after mapping_: it has to go first
+    std::unique_ptr<const Windows> windows_;
+    std::atomic<const Windows*> published_{nullptr};
 };
 
 // (memory, offset) alignment that statx(STATX_DIOALIGN) reports; (0, 0) where it does not.

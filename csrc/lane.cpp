@@ -61,7 +61,11 @@ void Lane::enqueue(std::shared_ptr<Transfer> transfer, std::vector<Task> tasks) 
                                 "memory (ulimit -v), or lower num_threads");
             }
         }
-        if (!refused) queue_.push_back(Queued{transfer, std::move(tasks), 0, part_bytes});
+        if (!refused) {
+            const std::size_t count = tasks.size();
+            queue_.push_back(Queued{transfer, std::move(tasks), 0, part_bytes});
+            shared_->activity.begin(count);
+        }
     }
     if (refused) {
         // Other lanes may have begun: the transfer fails and drains as for any other reason.
@@ -145,9 +149,9 @@ bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
             transfer->fail(as_error(error));
             over = true;
         }
-        if (over) transfer->retire(task.group);
+        if (over) retire(*transfer, task, *shared_);
     } else {
-        transfer->retire(task.group);
+        retire(*transfer, task, *shared_);
     }
 
     lock.lock();

@@ -99,8 +99,8 @@ Mapping Mapping::anonymous(std::size_t bytes, int numa_node) {
     return mapping;
 }
 
-Mapping Mapping::of_file(int fd, std::size_t bytes) {
-    void* raw = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
+Mapping Mapping::of_file(int fd, std::uint64_t offset, std::size_t bytes) {
+    void* raw = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(offset));
     if (raw == MAP_FAILED) throw Error(ErrorKind::read, "mmap of the file failed: " + errno_text(errno), errno);
     auto* data = static_cast<std::byte*>(raw);
     ::madvise(data, bytes, MADV_DONTFORK);

@@ -52,8 +52,8 @@ class Mapping {
     // the driver has pinned would split it from the pages the device reads. `numa_node` < 0: no preference.
     // Throws Error(memory) when the system has no room.
     static Mapping anonymous(std::size_t bytes, int numa_node);
-    // A whole file, shared and read-only. Throws Error(read).
-    static Mapping of_file(int fd, std::size_t bytes);
+    // A part of a file from a page's boundary on, shared and read-only. Throws Error(read).
+    static Mapping of_file(int fd, std::uint64_t offset, std::size_t bytes);
 
     std::byte* data() const { return data_; }
     std::size_t size() const { return bytes_; }

@@ -38,9 +38,10 @@ class Reader {
     virtual std::size_t room() const = 0;
     // How many reads are worth having under way.
     virtual std::size_t depth() const = 0;
+    // What throws is not under way.
     virtual void start(ReadOp& op) = 0;
     // Appends finished reads; waits for at least one if any is under way. Never throws: a reader that breaks down
-    // reports what it had under way as failed.
+    // reports what it had under way as failed, and `finished` has room for depth() reads.
     virtual void collect(std::vector<ReadOp*>& finished) = 0;
 };
 
@@ -57,14 +58,15 @@ struct ReaderOptions {
 std::unique_ptr<Reader> make_pread_reader(const ReaderOptions& options);
 // Throws Error(unavailable) where io_uring is forbidden or too old.
 std::unique_ptr<Reader> make_uring_reader(const ReaderOptions& options);
-// Copies out of File::mapped() through the kernel, which reports a page that went away where a touch is SIGBUS.
+// Copies out of a file's windows through the kernel, which reports a page that went away where a touch is SIGBUS.
 std::unique_ptr<Reader> make_mapped_reader();
 
 // "" where io_uring can be used, else why not.
 std::string uring_unavailable_reason();
 
 // Faults for tests, injected where storage would make them: "eio@N" and "short@N" fail the N-th read (from 1) of the
-// reader, "delay_us=N" slows every read down; separated by commas. Throws Error(config).
+// reader, "nomem@N" finds no memory to start it with, "delay_us=N" slows every read down; separated by commas. Throws
+// Error(config).
 std::unique_ptr<Reader> with_faults(std::unique_ptr<Reader> reader, const std::string& faults);
 
 }  // namespace gdsstream

@@ -1,5 +1,6 @@
 #include <charconv>
 #include <chrono>
+#include <new>
 #include <set>
 #include <thread>
 
@@ -29,6 +30,7 @@ class FaultyReader : public Reader {
     void start(ReadOp& op) override {
         ++reads_;
         if (delay_.count() > 0) std::this_thread::sleep_for(delay_);
+        if (no_memory_.contains(reads_)) throw std::bad_alloc();
         if (fail_.contains(reads_)) failing_.insert(&op);
         if (end_.contains(reads_)) ending_.insert(&op);
         inner_->start(op);
@@ -61,16 +63,19 @@ class FaultyReader : public Reader {
             fail_.insert(number);
         } else if (kind == "short") {
             end_.insert(number);
+        } else if (kind == "nomem") {
+            no_memory_.insert(number);
         } else if (kind == "delay_us") {
             delay_ = std::chrono::microseconds(number);
         } else {
-            throw Error(ErrorKind::config, "fault \"" + kind + "\" is unknown: eio@N, short@N or delay_us=N");
+            throw Error(ErrorKind::config, "fault \"" + kind + "\" is unknown: eio@N, short@N, nomem@N or delay_us=N");
         }
     }
 
     std::unique_ptr<Reader> inner_;
     std::set<std::uint64_t> fail_;
     std::set<std::uint64_t> end_;
+    std::set<std::uint64_t> no_memory_;
     std::chrono::microseconds delay_{0};
     std::uint64_t reads_ = 0;
     std::set<ReadOp*> failing_;

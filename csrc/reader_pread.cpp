@@ -62,9 +62,10 @@ class MappedReader : public Reader {
 
     void start(ReadOp& op) override {
         const pid_t self = ::getpid();
+        auto* from = const_cast<std::byte*>(op.file->in_memory(op.offset, op.wanted));
         while (op.done < op.wanted && !op.failed()) {
             iovec target{op.data + op.done, op.wanted - op.done};
-            iovec source{const_cast<std::byte*>(op.file->mapped()) + op.offset + op.done, op.wanted - op.done};
+            iovec source{from + op.done, op.wanted - op.done};
             const ssize_t got = ::process_vm_readv(self, &target, 1, &source, 1, 0);
             if (got > 0) {
                 op.done += static_cast<std::uint64_t>(got);

@@ -23,16 +23,19 @@ class UringReader : public Reader {
           depth_(std::min<std::size_t>(options.depth, uring_->entries())) {
         fixed_ = options.max_segments > 0 && uring_->reserve_buffers(static_cast<unsigned>(options.max_segments));
         registered_.resize(options.max_segments, false);
+        completions_.reserve(depth_);  // collect() must not need memory
     }
 
     std::size_t room() const override { return depth_ - under_way_.size(); }
     std::size_t depth() const override { return depth_; }
 
     void start(ReadOp& op) override {
-        // Both can throw: before the read counts as under way.
         if (uring_ == nullptr) throw Error(ErrorKind::unavailable, "io_uring broke down earlier in this thread");
-        queue(op);
+        // All of these can throw, and what is queued cannot be taken back: that comes last.
+        const int fd = descriptor(op);
+        const int buffer = fixed_buffer(op);
         under_way_.insert(&op);
+        queue(op, fd, buffer);
     }
 
     void collect(std::vector<ReadOp*>& finished) override {
@@ -43,8 +46,8 @@ class UringReader : public Reader {
             try {
                 uring_->submit_and_wait(
                     static_cast<unsigned>(std::max<std::size_t>(1, under_way_.size() / kWaitShare)));
-            } catch (const Error& error) {
-                abandon(error.errnum(), finished);
+            } catch (const std::exception& error) {
+                abandon(as_error(error).errnum(), finished);
                 return;
             }
             uring_->reap(completions_);
@@ -54,7 +57,7 @@ class UringReader : public Reader {
                     under_way_.erase(op);
                     finished.push_back(op);
                 } else {
-                    queue(*op);
+                    queue(*op, descriptor(*op), fixed_buffer(*op));
                 }
             }
         }
@@ -75,12 +78,14 @@ class UringReader : public Reader {
         return options_.direct ? align_down(op.done, kPageBytes) : op.done;
     }
 
-    void queue(ReadOp& op) {
-        const int fd = options_.direct ? op.file->direct_descriptor() : op.file->descriptor();
+    int descriptor(const ReadOp& op) const {
+        return options_.direct ? op.file->direct_descriptor() : op.file->descriptor();
+    }
+
+    void queue(ReadOp& op, int fd, int buffer) {
         const std::uint64_t at = position(op);
         const auto bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(op.bytes - at, 1U << 30));
-        uring_->queue_read(fd, op.data + at, bytes, op.offset + at, reinterpret_cast<std::uintptr_t>(&op),
-                           fixed_buffer(op));
+        uring_->queue_read(fd, op.data + at, bytes, op.offset + at, reinterpret_cast<std::uintptr_t>(&op), buffer);
     }
 
     // Whether the read is over, well or badly; otherwise the rest has to be queued again.

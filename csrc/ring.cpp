@@ -1,6 +1,7 @@
 #include "ring.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "error.hpp"
@@ -14,11 +15,12 @@ constexpr std::size_t kSegmentBytes = std::size_t{32} << 20;
 }  // namespace
 
 StagingRing::StagingRing(std::shared_ptr<cuda::Device> device, std::size_t slot_bytes, std::size_t limit_bytes,
-                         int numa_node)
+                         int numa_node, std::atomic<std::uint64_t>& wait_us)
     : device_(std::move(device)),
       slot_bytes_(slot_bytes),
       slots_per_segment_(std::clamp<std::size_t>(std::min(kSegmentBytes, limit_bytes) / slot_bytes, 1, 4096)),
       numa_node_(numa_node),
+      wait_us_(wait_us),
       max_segments_(std::max<std::size_t>(1, limit_bytes / (slots_per_segment_ * slot_bytes))) {}
 
 std::byte* StagingRing::segment_data(unsigned segment) const {
@@ -76,8 +78,10 @@ bool StagingRing::grow(bool always) {
         return false;
     }
     std::lock_guard lock(mutex_);
-    for (Slot& slot : segment->slots) free_.push_back(&slot);
+    // Room for every slot there is: giving one back never needs memory.
+    free_.reserve((segments_.size() + 1) * slots_per_segment_);
     segments_.push_back(std::move(segment));
+    for (Slot& slot : segments_.back()->slots) free_.push_back(&slot);
     returned_.notify_all();
     return true;
 }
@@ -110,13 +114,16 @@ Slot* StagingRing::acquire() {
             oldest = copying_.front();
             copying_.pop_front();
         }
+        const auto began = std::chrono::steady_clock::now();
         try {
             oldest->copied.synchronize();
-        } catch (const Error&) {
+        } catch (...) {
             // Nobody knows whether its copies are complete: back to the slots that are asked before they are used.
             release_after_copies(oldest);
             throw;
         }
+        const auto waited = std::chrono::steady_clock::now() - began;
+        wait_us_ += static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(waited).count());
         return oldest;
     }
 }

@@ -4,8 +4,10 @@
 // The ring grows by segments up to its limit, when no slot is free: a small load pins little and starts at once.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -26,7 +28,9 @@ struct Slot {
 class StagingRing {
   public:
     // `device` may be null (a CPU engine): the memory is then not registered. `limit_bytes` bounds all segments.
-    StagingRing(std::shared_ptr<cuda::Device> device, std::size_t slot_bytes, std::size_t limit_bytes, int numa_node);
+    // `wait_us` counts the microseconds for which acquire() waited for copies.
+    StagingRing(std::shared_ptr<cuda::Device> device, std::size_t slot_bytes, std::size_t limit_bytes, int numa_node,
+                std::atomic<std::uint64_t>& wait_us);
 
     std::size_t slot_bytes() const { return slot_bytes_; }
     std::size_t segment_bytes() const { return slots_per_segment_ * slot_bytes_; }
@@ -65,6 +69,7 @@ class StagingRing {
     const std::size_t slot_bytes_;
     const std::size_t slots_per_segment_;
     const int numa_node_;
+    std::atomic<std::uint64_t>& wait_us_;
 
     mutable std::mutex mutex_;
     std::condition_variable returned_;

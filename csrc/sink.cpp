@@ -1,6 +1,7 @@
 #include "sink.hpp"
 
 #include <cstring>
+#include <mutex>
 #include <utility>
 
 #include "error.hpp"
@@ -16,7 +17,7 @@ class CudaSink : public Sink {
     bool takes_reads_in_place() const override { return false; }
     void attach_thread() override { device_->attach_thread(); }
 
-    void copy(const std::vector<CopySpan>& copies) override {
+    void copy(const std::vector<CopySpan>& copies, unsigned channel) override {
         std::vector<cuda::DevicePointer> targets;
         std::vector<cuda::DevicePointer> sources;
         std::vector<std::size_t> bytes;
@@ -25,18 +26,18 @@ class CudaSink : public Sink {
             sources.push_back(copy.source);
             bytes.push_back(copy.bytes);
         }
-        cuda::copy_all(targets, sources, bytes, device_->copy_stream());
+        cuda::copy_all(targets, sources, bytes, device_->copy_stream(channel));
     }
 
-    void finish_slot(StagingRing& ring, Slot* slot) override {
-        slot->copied.record(device_->copy_stream());
+    void finish_slot(StagingRing& ring, Slot* slot, unsigned channel) override {
+        slot->copied.record(device_->copy_stream(channel));
         ring.release_after_copies(slot);
     }
 
-    cuda::Event mark() override {
+    cuda::Event mark(unsigned channel) override {
         const cuda::Device::Scope scope(*device_);
         cuda::Event event = events_.take();
-        event.record(device_->copy_stream());
+        event.record(device_->copy_stream(channel));
         return event;
     }
 
@@ -44,13 +45,18 @@ class CudaSink : public Sink {
         if (event.valid()) events_.give_back(std::move(event));
     }
 
-    void order_after(std::uintptr_t stream) override {
+    unsigned order_after(std::uintptr_t stream) override {
         const cuda::Device::Scope scope(*device_);
+        auto* const handle = reinterpret_cast<cuda::StreamHandle>(stream);
+        std::lock_guard lock(mutex_);
+        if (cuda::idle(handle)) return channel_;
+        channel_ = (channel_ + 1) % device_->copy_streams();
         cuda::Event event = events_.take();
-        event.record(reinterpret_cast<cuda::StreamHandle>(stream));
-        event.make_wait(device_->copy_stream());
+        event.record(handle);
+        event.make_wait(device_->copy_stream(channel_));
         // A wait holds on to the record it saw: the event may be used again at once.
         events_.give_back(std::move(event));
+        return channel_;
     }
 
     void order_before(std::uintptr_t stream, const cuda::Event& event) override {
@@ -76,21 +82,23 @@ class CudaSink : public Sink {
   private:
     const std::shared_ptr<cuda::Device> device_;
     cuda::EventPool events_;
+    std::mutex mutex_;
+    unsigned channel_ = 0;
 };
 
 class CpuSink : public Sink {
   public:
     bool takes_reads_in_place() const override { return true; }
     void attach_thread() override {}
-    void copy(const std::vector<CopySpan>& copies) override {
+    void copy(const std::vector<CopySpan>& copies, unsigned) override {
         for (const CopySpan& copy : copies) {
             std::memcpy(reinterpret_cast<void*>(copy.target), reinterpret_cast<const void*>(copy.source), copy.bytes);
         }
     }
-    void finish_slot(StagingRing& ring, Slot* slot) override { ring.release(slot); }
-    cuda::Event mark() override { return {}; }
+    void finish_slot(StagingRing& ring, Slot* slot, unsigned) override { ring.release(slot); }
+    cuda::Event mark(unsigned) override { return {}; }
     void give_back(cuda::Event) override {}
-    void order_after(std::uintptr_t) override {}
+    unsigned order_after(std::uintptr_t) override { return 0; }
     void order_before(std::uintptr_t, const cuda::Event&) override {}
     bool complete(const cuda::Event&) override { return true; }
     bool idle() override { return true; }

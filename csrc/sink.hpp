@@ -1,4 +1,8 @@
-// Sinks: where bytes end up. GPU: copies on the device's copy stream, fenced by events. CPU: the destination itself.
+// Sinks: where bytes end up. GPU: copies on the device's copy streams, fenced by events. CPU: the destination itself.
+//
+// Copies go by a channel, which is a copy stream of the device; all of a transfer's go by one. A transfer whose
+// destination is still in use begins the next channel: its copies stand behind that use, and those of the transfers
+// before it, which are still being read, must not.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +23,15 @@ class Sink {
     // Called once by each worker thread.
     virtual void attach_thread() = 0;
     // Sources are addresses.
-    virtual void copy(const std::vector<CopySpan>& copies) = 0;
+    virtual void copy(const std::vector<CopySpan>& copies, unsigned channel) = 0;
     // After a slot's last copy: gives it back to the ring now, or as soon as the copies are complete.
-    virtual void finish_slot(StagingRing& ring, Slot* slot) = 0;
-    // An event behind every copy issued so far; an invalid one where copies are complete when they return.
-    virtual cuda::Event mark() = 0;
+    virtual void finish_slot(StagingRing& ring, Slot* slot, unsigned channel) = 0;
+    // An event behind every copy of a channel issued so far; an invalid one where copies are complete when they return.
+    virtual cuda::Event mark(unsigned channel) = 0;
     virtual void give_back(cuda::Event event) = 0;
-    // Later copies wait for what `stream` holds now (the destination's allocation, or its last use).
-    virtual void order_after(std::uintptr_t stream) = 0;
+    // The channel for a transfer whose copies have to wait for what `stream` holds now (the destination's allocation,
+    // or its last use).
+    virtual unsigned order_after(std::uintptr_t stream) = 0;
     // `stream` waits for `event`.
     virtual void order_before(std::uintptr_t stream, const cuda::Event& event) = 0;
     virtual bool complete(const cuda::Event& event) = 0;

@@ -12,7 +12,8 @@ constexpr std::chrono::microseconds kPoll{20};
 
 }  // namespace
 
-Transfer::Transfer(std::shared_ptr<Sink> sink, Lists lists) : sink_(std::move(sink)), lists_(std::move(lists)) {
+Transfer::Transfer(std::shared_ptr<Sink> sink, unsigned channel, Lists lists)
+    : sink_(std::move(sink)), channel_(channel), lists_(std::move(lists)) {
     groups_.resize(lists_.groups);
     for (const Extent& extent : lists_.extents) bytes_ += extent.bytes;
     for (const bool mapped : lists_.file_mapped) any_mapped_ = any_mapped_ || mapped;
@@ -46,7 +47,7 @@ void Transfer::land(std::uint32_t index) {
     if (!aborted()) {
         try {
             check_files(false);
-            cuda::Event event = sink_->mark();
+            cuda::Event event = sink_->mark(channel_);
             std::lock_guard lock(mutex_);
             groups_[index].event = std::move(event);
             groups_[index].verified = !any_mapped_;
@@ -76,7 +77,7 @@ void Transfer::retire(std::uint32_t index) {
     cuda::Event last;
     bool marked = true;
     try {
-        last = sink_->mark();
+        last = sink_->mark(channel_);
     } catch (const std::exception& error) {
         marked = false;
         fail(as_error(error));

@@ -32,7 +32,8 @@ class Transfer {
         std::uint32_t groups = 1;
     };
 
-    Transfer(std::shared_ptr<Sink> sink, Lists lists);
+    // `channel` is what Sink::order_after gave for it.
+    Transfer(std::shared_ptr<Sink> sink, unsigned channel, Lists lists);
     ~Transfer();
     Transfer(const Transfer&) = delete;
     Transfer& operator=(const Transfer&) = delete;
@@ -57,6 +58,7 @@ class Transfer {
     void fail(Error error);
     bool aborted() const { return aborted_.load(std::memory_order_acquire); }
     const Lists& lists() const { return lists_; }
+    unsigned channel() const { return channel_; }
 
   private:
     struct Group {
@@ -71,6 +73,7 @@ class Transfer {
     void check_files(bool mapped) const;
 
     const std::shared_ptr<Sink> sink_;
+    const unsigned channel_;
     const Lists lists_;
     std::uint64_t bytes_ = 0;
     bool any_mapped_ = false;

@@ -43,7 +43,7 @@ struct HeldSlot {
 
 void deliver(Work& work, Shared& shared) {
     if (work.slot != nullptr) compact(work.copies);
-    shared.sink->copy(work.copies);
+    shared.sink->copy(work.copies, work.transfer->channel());
     std::uint64_t bytes = 0;
     for (const CopySpan& copy : work.copies) bytes += copy.bytes;
     shared.counters.copies.fetch_add(work.copies.size(), std::memory_order_relaxed);
@@ -74,7 +74,7 @@ void settle(Work& work, Shared& shared) {
     if (work.slot != nullptr) {
         try {
             if (copied) {
-                shared.sink->finish_slot(*shared.ring, work.slot);
+                shared.sink->finish_slot(*shared.ring, work.slot, transfer.channel());
             } else {
                 shared.ring->release(work.slot);
             }
@@ -86,10 +86,27 @@ void settle(Work& work, Shared& shared) {
         }
     }
     count(work, shared.counters);
-    transfer.retire(work.task.group);
+    retire(transfer, work.task, shared);
 }
 
 }  // namespace
+
+void Activity::begin(std::size_t tasks) {
+    std::lock_guard lock(mutex_);
+    if (tasks_ == 0) since_ = Clock::now();
+    tasks_ += tasks;
+}
+
+void Activity::end() {
+    std::lock_guard lock(mutex_);
+    if (--tasks_ == 0) total_ += Clock::now() - since_;
+}
+
+std::uint64_t Activity::microseconds() const {
+    std::lock_guard lock(mutex_);
+    const Clock::duration total = tasks_ == 0 ? total_ : total_ + (Clock::now() - since_);
+    return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(total).count());
+}
 
 std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
                                 const CutRules& rules, Shared& shared, bool may_wait) {
@@ -105,7 +122,8 @@ std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& 
     } else if (lane.reader == ReaderKind::mapped) {
         expand_mapped(lists.extents, task, work->copies);
         for (CopySpan& copy : work->copies) {
-            copy.source += reinterpret_cast<std::uintptr_t>(lists.files[copy.file]->mapped());
+            const std::byte* source = lists.files[copy.file]->in_memory(copy.source, copy.bytes);
+            copy.source = reinterpret_cast<std::uintptr_t>(source);
         }
     } else {
         work->slot = may_wait ? shared.ring->acquire() : shared.ring->try_acquire();
@@ -133,6 +151,12 @@ std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& 
     work->alive = work;
     held.slot = nullptr;
     return work;
+}
+
+void retire(Transfer& transfer, const Task& task, Shared& shared) {
+    // First, so that who sees the transfer land sees the time that it took.
+    shared.activity.end();
+    transfer.retire(task.group);
 }
 
 void finish_reads(Work& work, std::size_t count, Shared& shared) {

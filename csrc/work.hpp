@@ -3,9 +3,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -36,6 +38,23 @@ struct Counters {
     std::atomic<std::uint64_t> copied_bytes{0};
     std::atomic<std::uint64_t> tasks{0};
     std::atomic<std::uint64_t> failures{0};
+    std::atomic<std::uint64_t> ring_wait_us{0};  // see StagingRing
+};
+
+// The wall time in which a task was queued or under way. Tasks of any transfers may overlap: it counts once.
+class Activity {
+  public:
+    void begin(std::size_t tasks);
+    void end();
+    std::uint64_t microseconds() const;
+
+  private:
+    using Clock = std::chrono::steady_clock;
+
+    mutable std::mutex mutex_;
+    std::size_t tasks_ = 0;
+    Clock::time_point since_;
+    Clock::duration total_{};
 };
 
 // What workers share with the engine.
@@ -44,6 +63,9 @@ struct Shared {
     std::shared_ptr<StagingRing> ring;
     std::vector<int> cpus;  // where workers run; empty: anywhere
     Counters counters;
+    Activity activity;
+    // Bytes of files in host memory. Shared with the files, which may outlive the engine.
+    std::shared_ptr<std::atomic<std::uint64_t>> held_bytes = std::make_shared<std::atomic<std::uint64_t>>(0);
     std::function<void(const std::string&)> note;
 };
 
@@ -63,6 +85,9 @@ struct Work {
 // Throws Error(memory | cuda) where no slot can be had at all; the task is then not retired.
 std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
                                 const CutRules& rules, Shared& shared, bool may_wait);
+
+// A task that was queued is over, read or not.
+void retire(Transfer& transfer, const Task& task, Shared& shared);
 
 // `count` reads of the work are over. The last of them delivers the bytes, frees the slot and retires the task.
 void finish_reads(Work& work, std::size_t count, Shared& shared);

@@ -41,9 +41,11 @@ void Worker::set_up() {
         std::unique_ptr<Reader> reader = config.reader == ReaderKind::uring    ? make_uring_reader(options)
                                          : config.reader == ReaderKind::mapped ? make_mapped_reader()
                                                                                : make_pread_reader(options);
+        // What arrives is never lost for want of memory.
+        arrived_.reserve(reader->depth());
         reader_ = with_faults(std::move(reader), config.faults);
-    } catch (const Error& error) {
-        broken_ = std::make_unique<Error>(error);
+    } catch (const std::exception& error) {
+        broken_ = as_error(error);
     }
 }
 
@@ -63,7 +65,7 @@ void Worker::top_up() {
         const bool idle = reads_under_way_ == 0;
         if (!idle && (reader_->room() == 0 || bytes_under_way_ >= kBytesUnderWay)) return;
         // What stopped the set-up (no descriptor left, say) may be over by now; and claiming already needs the context.
-        if (part_.empty() && broken_ != nullptr) set_up();
+        if (part_.empty() && broken_.has_value()) set_up();
         if (part_.empty() && !lane_.claim(part_, idle)) return;
         start_next_read();
     }
@@ -71,7 +73,9 @@ void Worker::top_up() {
 
 void Worker::start_next_read() {
     Work& work = *part_.work;
-    if (broken_ != nullptr) work.transfer->fail(*broken_);
+    // Claiming may have taken long enough for the reason to be over.
+    if (broken_.has_value()) set_up();
+    if (broken_.has_value()) work.transfer->fail(*broken_);
     bool skip = work.failed || work.transfer->aborted();
     if (!skip) {
         ReadOp& op = work.reads[part_.next];
@@ -80,8 +84,8 @@ void Worker::start_next_read() {
             ++part_.next;
             ++reads_under_way_;
             bytes_under_way_ += op.bytes;
-        } catch (const Error& error) {
-            work.transfer->fail(error);
+        } catch (const std::exception& error) {
+            work.transfer->fail(as_error(error));
             skip = true;
         }
     }
@@ -103,8 +107,12 @@ void Worker::collect() {
         bytes_under_way_ -= op->bytes;
         if (op->failed()) {
             work.failed = true;
-            work.transfer->fail(op->errnum != 0 ? op->file->read_failed(op->offset, op->wanted, op->errnum)
-                                                : op->file->ended_early(op->offset, op->wanted, op->done));
+            try {
+                work.transfer->fail(op->errnum != 0 ? op->file->read_failed(op->offset, op->wanted, op->errnum)
+                                                    : op->file->ended_early(op->offset, op->wanted, op->done));
+            } catch (const std::exception& error) {
+                work.transfer->fail(as_error(error));
+            }
         }
         finish_reads(work, 1, shared_);
     }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "lane.hpp"
@@ -24,7 +25,7 @@ class Worker {
     Lane& lane_;
     Shared& shared_;
     std::unique_ptr<Reader> reader_;
-    std::unique_ptr<Error> broken_;  // why this worker cannot read; its parts fail with it
+    std::optional<Error> broken_;  // why this worker cannot read; its parts fail with it
     Part part_;
     std::size_t reads_under_way_ = 0;
     std::uint64_t bytes_under_way_ = 0;

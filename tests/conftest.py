@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import Raw, random_raw, write_checkpoint
+from support import Raw, build_library, random_raw, write_checkpoint
 
 import gdsstream
 
@@ -42,6 +42,13 @@ def mixed_tensors() -> dict[str, Raw]:
     shapes = [("F32", (64, 1000)), ("BF16", (333, 7)), ("U8", (5,)), ("I64", ()), ("F16", (0, 4)), ("F64", (11, 3))]
     shapes += [("BOOL", (77,)), ("I8", (999_999,)), ("F32", (1,)), ("U8", (1_500_001,)), ("I16", (3, 5)), ("F16", (9,))]
     return {f"layer.{i}.weight": random_raw(dtype, shape, seed=i) for i, (dtype, shape) in enumerate(shapes)}
+
+
+@pytest.fixture(scope="session")
+def refuse_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What LD_PRELOAD names in processes whose reader threads are refused memory; see refusals.py."""
+    source = Path(__file__).resolve().parent / "native" / "refuse_memory.cpp"
+    return build_library(tmp_path_factory.mktemp("refuse_memory") / "librefusememory.so", [source])
 
 
 def _left_behind(directory: Path) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -114,6 +115,18 @@ def need_direct(path: Path) -> None:
         probe.write_bytes(bytes(8192))
     if max(_native.file_alignment(str(probe))) > 4096 or not _native.direct_io_works(str(probe)):
         pytest.skip(f"no O_DIRECT in blocks of 4096 bytes on {path}")
+
+
+def build_library(target: Path, sources: Iterable[Path]) -> Path:
+    """A shared library of C++ sources; skips where there is no compiler."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip(f"no C++ compiler (g++, or CXX) to build {target.name} with")
+    flags = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread"]
+    command = [*compiler.split(), *flags, "-o", str(target), *map(str, sources)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, f"{target.name} does not build:\n{built.stderr}"
+    return target
 
 
 def start_python(code: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:

@@ -26,6 +26,9 @@ def direct_io_works(path: str) -> bool:
 def resident_bytes(path: str, offset: int, nbytes: int) -> int:
     """How many of the bytes are in the page cache, by mincore. ReadError."""
 
+def unevictable_bytes() -> int:
+    """Page cache that this process has registered, which the kernel counts as available and cannot evict."""
+
 def pci_bus_id(ordinal: int) -> str:
     """A CUDA device's PCI address, such as "0000:3b:00.0". BackendUnavailableError without a driver."""
 
@@ -58,6 +61,36 @@ class File:
     def nbytes(self) -> int: ...
     @property
     def mapped(self) -> bool: ...
+    @property
+    def mapped_bytes(self) -> int:
+        """How much of it is held in host memory."""
+
+    @property
+    def host_copy(self) -> bool:
+        """Whether that is a pinned copy instead of the file's own pages."""
+
+class FenceStream:
+    """A stream of our own on a CUDA device, on which nothing is computed; it collects fences."""
+
+    def __init__(self, ordinal: int) -> None:
+        """BackendUnavailableError without a driver, ConfigError for an ordinal that does not exist."""
+
+    @property
+    def handle(self) -> int: ...
+
+class Fence:
+    """A point in a CUDA stream, for other streams to wait for."""
+
+    def __init__(self, stream: FenceStream, timing: bool = False) -> None: ...
+    def record(self, stream: int) -> None:
+        """Moves the fence to what `stream` has queued by now."""
+
+    def order(self, stream: int) -> None:
+        """`stream` goes no further until the recorded point is reached."""
+
+    def done(self) -> bool: ...
+    def elapsed_ms(self, earlier: Fence) -> float:
+        """Milliseconds since `earlier`, both with timing and done; NaN where the driver does not say."""
 
 class Lane:
     """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread."""
@@ -128,8 +161,12 @@ class Engine:
     def prepare(self, lane: int) -> None:
         """Start a lane's threads and pin the whole staging ring, before the first transfer does."""
 
-    def map(self, file: File) -> None:
-        """Map a file, bring it into memory and, on a GPU, register it."""
+    def map(self, file: File, windows: Sequence[tuple[int, int]] | None = None, *, allow_copy: bool = False) -> None:
+        """Hold (offset, nbytes) windows of a file in host memory, registered for a GPU; None: all of it.
+
+        `allow_copy` takes a pinned copy where the file's own pages cannot be registered, which is
+        BackendUnavailableError otherwise. Once for each File: later calls may ask for no more.
+        """
 
     def close(self) -> None: ...
     def counters(self) -> dict[str, int]: ...

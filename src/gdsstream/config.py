@@ -50,7 +50,8 @@ class StreamConfig:
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
         numa: whether threads and staging memory go to the GPU's NUMA node. Default True.
         compat_mode, bounce_buffer_bytes, register_buffers: kvikio's, for "cufile" only; see CuFileSettings.
-        faults: for tests: faults injected under the readers ("eio@3", "short@2", "delay_us=500", comma-separated).
+        faults: for tests: faults injected under the readers ("eio@3", "short@2", "nomem@4", "delay_us=500",
+            comma-separated).
     """
 
     backend: str = "auto"

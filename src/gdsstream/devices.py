@@ -7,7 +7,9 @@ whatever that library copies to: ordinary host memory. Everything above this fil
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -81,9 +83,32 @@ def _no_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, err
 
 def current_stream(device: torch.device) -> int:
     """The handle of torch's current stream on `device`; 0 on the CPU."""
-    if device.type != "cuda" or driver_replaced():
+    if device.type != "cuda":
         return 0
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    if driver_replaced():
+        return int(getattr(_replaced, "stream", 0))
+    # What torch.cuda.current_stream wraps in an object, at a tenth of its cost.
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
-__all__ = ["allocate", "allocate_all", "current_stream", "driver_replaced", "memory_of", "parse_device"]
+_replaced = threading.local()
+
+
+@contextmanager
+def on_stream(device: torch.device, handle: int) -> Iterator[None]:
+    """Within, the stream of that handle is the current one of `device` in this thread."""
+    if device.type != "cuda":
+        yield
+    elif driver_replaced():
+        before = current_stream(device)
+        _replaced.stream = handle
+        try:
+            yield
+        finally:
+            _replaced.stream = before
+    else:
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle, device)):  # type: ignore[no-untyped-call]
+            yield
+
+
+__all__ = ["allocate", "allocate_all", "current_stream", "driver_replaced", "memory_of", "on_stream", "parse_device"]

@@ -7,16 +7,19 @@ GdsStreamError
 │   ├── HeaderError (ValueError)          the header breaks the format's promises
 │   ├── TruncatedFileError                the file is shorter than its header promises
 │   ├── TensorNotFoundError (KeyError)    no tensor of that name
-│   └── DtypeError (TypeError)            a dtype torch cannot hold
+│   └── DtypeError (TypeError)            a dtype that torch, or the file format, cannot hold
 ├── ReadError (OSError)                   the storage failed while bytes were read
 │   ├── ShortReadError                    fewer bytes arrived than the file promised
 │   └── FileChangedError                  replaced, truncated or rewritten since it was opened
+├── WriteError (OSError)                  the storage refused what was to be written
 ├── EngineError (RuntimeError)            the engine cannot do what was asked
 │   ├── BackendUnavailableError           a backend asked for by name cannot run here
 │   ├── CudaError                         the CUDA driver refused
 │   ├── ForkedProcessError                the engine belongs to the parent process
 │   ├── EngineClosedError                 used after close()
 │   └── TransferCancelledError            the transfer was cancelled before it was complete
+├── LeaseError (RuntimeError)             a lease used after its release, or no slot left to lease
+├── OffloadError (RuntimeError)           a module or an operation that cannot be offloaded, or not like this
 └── MemoryBudgetError (MemoryError)       staging, host cache or device memory does not suffice
 
 Each message says what happened, where (file, tensor, offset) and what to do about it.
@@ -62,7 +65,7 @@ class TensorNotFoundError(CheckpointError, KeyError):
 
 
 class DtypeError(CheckpointError, TypeError):
-    """A dtype of the file has no counterpart in this version of torch."""
+    """A dtype of the file has no counterpart in this version of torch, or one of torch none in the file format."""
 
 
 class ReadError(GdsStreamError, OSError):
@@ -82,6 +85,17 @@ class ShortReadError(ReadError):
 
 class FileChangedError(ReadError):
     """A file was replaced, truncated or rewritten since it was opened."""
+
+
+class WriteError(GdsStreamError, OSError):
+    """The storage refused what was to be written; `errno` holds the system's reason where it gave one."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class EngineError(GdsStreamError, RuntimeError):
@@ -108,6 +122,14 @@ class TransferCancelledError(EngineError):
     """The transfer was cancelled before every byte was there."""
 
 
+class LeaseError(GdsStreamError, RuntimeError):
+    """A lease was used after its release, or every slot is leased."""
+
+
+class OffloadError(GdsStreamError, RuntimeError):
+    """A module or an operation cannot be offloaded, or not like this."""
+
+
 class MemoryBudgetError(GdsStreamError, MemoryError):
     """Staging memory, host cache or device memory does not suffice for the request."""
 
@@ -125,10 +147,13 @@ __all__ = [
     "ForkedProcessError",
     "GdsStreamError",
     "HeaderError",
+    "LeaseError",
     "MemoryBudgetError",
+    "OffloadError",
     "ReadError",
     "ShortReadError",
     "TensorNotFoundError",
     "TransferCancelledError",
     "TruncatedFileError",
+    "WriteError",
 ]

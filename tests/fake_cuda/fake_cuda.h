@@ -30,6 +30,7 @@
     X(copied_bytes)          /* of the finished ones */                                         \
     X(host_functions)        /* finished */                                                     \
     X(unregister_in_use)     /* use error: host memory unregistered under a queued copy */      \
+    X(unregister_unmapped)   /* use error: host memory unmapped before it was unregistered */   \
     X(pageable_async_copies) /* HtoDAsync from memory that is not registered */                 \
     X(invalid_handles)       /* use error: a stream or event that is destroyed or never was */
 

@@ -122,6 +122,7 @@ CUresult cuMemHostUnregister(void* pointer) {
     if (found == call.driver.registrations.end()) return kNotRegistered;
     if (found->first != begin) return kInvalidValue;
     if (found->second->queued_copies > 0) ++counters.unregister_in_use;
+    if (!is_mapped(begin, found->second->bytes, false)) ++counters.unregister_unmapped;
     --counters.registrations;
     counters.registered_bytes -= found->second->bytes;
     call.driver.registrations.erase(found);

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from gpu_route.harness import SKIPPED
-from support import SOURCE
+from support import SOURCE, build_library
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -21,15 +21,8 @@ TESTS = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="session")
 def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """libfakecuda.so: what GDSSTREAM_LIBCUDA names in the processes that need a GPU. See fake_cuda.h."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler (g++, or CXX) to build the stand-in driver with")
-    library = tmp_path_factory.mktemp("fake_cuda") / "libfakecuda.so"
-    sources = [str(path) for path in sorted((TESTS / "fake_cuda").glob("*.cpp")) if path.name != "selftest.cpp"]
-    flags = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread"]
-    built = subprocess.run([*compiler.split(), *flags, "-o", str(library), *sources], capture_output=True, text=True)
-    assert built.returncode == 0, f"the stand-in driver does not build:\n{built.stderr}"
-    return library
+    sources = [path for path in sorted((TESTS / "fake_cuda").glob("*.cpp")) if path.name != "selftest.cpp"]
+    return build_library(tmp_path_factory.mktemp("fake_cuda") / "libfakecuda.so", sources)
 
 
 @pytest.fixture(scope="session")

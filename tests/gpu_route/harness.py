@@ -34,7 +34,15 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS: dict[str, Scenario] = {}
-MODULES = ("scenarios_load", "scenarios_fences", "scenarios_giving_up", "scenarios_faults", "scenarios_lifetime")
+MODULES = (
+    "scenarios_load",
+    "scenarios_fences",
+
+    "scenarios_giving_up",
+    "scenarios_faults",
+    "scenarios_lifetime",
+    "scenarios_windows",
+)
 
 
 def scenario(

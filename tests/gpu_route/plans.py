@@ -40,7 +40,7 @@ def read_whole(engine: Engine, path: Path, out: torch.Tensor) -> Transfer:
 
 
 def small_engine(device: str = "cuda:0", *, slots: int = 4, **knobs: Any) -> Engine:
-    """A staged engine whose ring has `slots` slots of 64 KiB; more than eight may become fewer and larger ones."""
+    """A staged engine whose ring has `slots` slots of 64 KiB; more than five may become fewer and larger ones."""
     return gdsstream.open_engine(
         "staged",
         device=device,

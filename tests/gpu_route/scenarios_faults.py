@@ -169,6 +169,23 @@ def a_reader_thread_has_no_context(fake: StandIn, folder: Path) -> None:
 
 
 @scenario()
+def a_read_finds_no_memory(fake: StandIn, folder: Path) -> None:
+    nbytes = 16 * SLOT
+    data = write_random(folder / "data", nbytes)
+    # The fifth is the first that may find every slot in use.
+    with small_engine(num_threads=1, faults="nomem@1,nomem@5") as engine:
+        for _ in range(2):
+            with pytest.raises(gdsstream.MemoryBudgetError, match="no memory left for the engine's own lists"):
+                read_whole(engine, folder / "data", torch.zeros(nbytes, dtype=torch.uint8)).wait()
+        out = torch.zeros(nbytes, dtype=torch.uint8)
+        read_whole(engine, folder / "data", out).wait()
+        fake.synchronize()
+        assert torch.equal(out, data)
+        assert engine.stats()["staging_slots_held"] == engine.stats()["quarantined"] == 0
+        assert engine.stats()["threads"] == 1
+
+
+@scenario()
 def waiting_for_a_slot_fails_under_its_copies(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", 3 * SLOT)
     bare = Bare(folder / "data", slots=1, threads=1)
@@ -193,7 +210,7 @@ def waiting_for_a_slot_fails_under_its_copies(fake: StandIn, folder: Path) -> No
 def the_last_event_fails_under_copies(fake: StandIn, folder: Path) -> None:
     nbytes = 4 * SLOT
     write_random(folder / "data", nbytes)
-    with small_engine(slots=64, num_threads=1) as engine:
+    with small_engine(slots=160, num_threads=1) as engine:
         first = torch.zeros(nbytes, dtype=torch.uint8)
         read_whole(engine, folder / "data", first).wait()
         fake.drain()

@@ -96,7 +96,7 @@ def a_consumer_of_everything_waits_for_every_group(fake: StandIn, folder: Path) 
 def the_public_wait_orders_the_current_stream(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", NBYTES)
     out, seen = torch.zeros((2, NBYTES), dtype=torch.uint8)
-    with small_engine(slots=64) as engine:
+    with small_engine(slots=160) as engine:
         with fake.paused():
             read_whole(engine, folder / "data", out).wait()
             assert not out.any()

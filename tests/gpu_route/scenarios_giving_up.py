@@ -74,7 +74,7 @@ def cancelled_with_reads_under_way(fake: StandIn, folder: Path) -> None:
 @scenario()
 def dropped_with_copies_in_flight(fake: StandIn, folder: Path) -> None:
     write_random(folder / "data", NBYTES)
-    with small_engine(slots=64) as engine:
+    with small_engine(slots=160) as engine:
         out = torch.zeros(NBYTES, dtype=torch.uint8)
         buffer = weakref.ref(out)
         with fake.paused():
@@ -89,7 +89,7 @@ def dropped_with_copies_in_flight(fake: StandIn, folder: Path) -> None:
 @scenario()
 def failed_with_copies_in_flight(fake: StandIn, folder: Path) -> None:
     write_random(folder / "data", NBYTES)
-    with small_engine(slots=64, faults="eio@5", num_threads=1) as engine:
+    with small_engine(slots=160, faults="eio@5", num_threads=1) as engine:
         out = torch.zeros(NBYTES, dtype=torch.uint8)
         buffer = weakref.ref(out)
         with fake.paused():

@@ -57,7 +57,7 @@ def closed_with_a_transfer_under_way(fake: StandIn, folder: Path) -> None:
 @scenario()
 def closed_with_complete_and_given_up_transfers(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", NBYTES)
-    engine = small_engine(slots=64)
+    engine = small_engine(slots=160)
     out = torch.zeros(NBYTES, dtype=torch.uint8)
     with fake.paused():
         complete = read_whole(engine, folder / "data", out)

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 import torch
 
 NOW = ("streams", "events", "registrations", "primary_contexts", "in_flight_copies", "in_flight_operations")
-MISUSE = ("unregister_in_use", "pageable_async_copies", "invalid_handles")
+MISUSE = ("unregister_in_use", "unregister_unmapped", "pageable_async_copies", "invalid_handles")
 
+INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 ILLEGAL_ADDRESS = 700
+NOT_SUPPORTED = 801
 UNKNOWN = 999
 
 _SIGNATURES = {

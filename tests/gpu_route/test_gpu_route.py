@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from gpu_route.harness import SCENARIOS, load_scenarios
+from refusals import write_data
 from support import run_python
 
 load_scenarios()
@@ -49,3 +50,9 @@ def test_the_interpreter_exits_without_close(when: str, fake_cuda: Path, tmp_pat
     assert time.monotonic() - started < 30
     assert time.time() - left_at < 5, "the exit took long"
     assert err == ""
+
+
+def test_any_allocation_is_refused(fake_cuda: Path, refuse_memory: Path, tmp_path: Path) -> None:
+    code = "import sys, refusals; refusals.sweep_gpu(sys.argv[1])"
+    environment = {"GDSSTREAM_LIBCUDA": str(fake_cuda), "FAKE_CUDA_DELAY_US": "100", "LD_PRELOAD": str(refuse_memory)}
+    run_python(code, write_data(tmp_path), timeout_s=200, **environment)

@@ -26,6 +26,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::uint64_t kSlotBytes = 64 << 10;
 constexpr int kClients = 4;
+constexpr std::uint32_t kMappedLane = 1;  // as Round::config adds them
 
 std::atomic<int> complaints{0};
 
@@ -52,6 +53,7 @@ struct Round {
         round.driver_faults = round.device >= 0 && random.chance(25);
         if (random.chance(40)) round.faults = "eio@" + std::to_string(1 + random.below(60));
         if (random.chance(30)) round.faults += ",short@" + std::to_string(1 + random.below(60));
+        if (random.chance(30)) round.faults += ",nomem@" + std::to_string(1 + random.below(60));
         if (random.chance(40)) round.faults += ",delay_us=" + std::to_string(random.below(300));
         if (!round.faults.empty() && round.faults.front() == ',') round.faults.erase(0, 1);
         return round;
@@ -95,8 +97,9 @@ struct Round {
                 return touch;
             case ErrorKind::closed:
                 return close_early;
-            case ErrorKind::cuda:
             case ErrorKind::memory:
+                return driver_faults || faults.find("nomem") != std::string::npos;
+            case ErrorKind::cuda:
                 return driver_faults;
             default:
                 return false;
@@ -177,7 +180,19 @@ class Client {
         }
         std::vector<std::uint32_t> lanes(files_.size());
         for (std::uint32_t& lane : lanes) lane = static_cast<std::uint32_t>(random_.below(round_.lanes));
-        job.transfer = engine_.submit(files_, lanes, std::move(extents), job.groups, 0);
+        std::vector<std::shared_ptr<File>> files = files_;
+        if (random_.chance(25)) {
+            // Held for this transfer alone, and no more of it than that reads.
+            const auto number = static_cast<std::uint32_t>(random_.below(files.size()));
+            std::vector<Range> windows;
+            for (const Extent& extent : extents) {
+                if (extent.file == number) windows.push_back(Range{extent.offset, extent.bytes});
+            }
+            files[number] = sources_[number].open();
+            engine_.map(*files[number], windows, true);
+            lanes[number] = kMappedLane;
+        }
+        job.transfer = engine_.submit(std::move(files), lanes, std::move(extents), job.groups, 0);
         return job;
     }
 
@@ -246,6 +261,8 @@ void inject_driver_faults(const Fake& fake, Random& random) {
         const int result = random.chance(50) ? 999 : 2;
         fake.fail(symbols[random.below(symbols.size())], result, static_cast<int>(random.below(200)), 1);
     }
+    // Not supported: some windows are copies then.
+    for (int i = 0; i < 4; ++i) fake.fail("cuMemHostRegister_v2", 801, static_cast<int>(random.below(20)), 1);
 }
 
 struct Totals {
@@ -315,7 +332,7 @@ void run_round(Random& random, const Fake& fake, const std::vector<Source>& sour
 
 void check_nothing_left(const Fake& fake) {
     for (const char* name : {"streams", "events", "registrations", "primary_contexts", "in_flight_copies",
-                             "unregister_in_use", "pageable_async_copies", "invalid_handles"}) {
+                             "unregister_in_use", "unregister_unmapped", "pageable_async_copies", "invalid_handles"}) {
         const unsigned long count = fake.counter(name);
         if (count != 0) complain(std::string(name) + " is " + std::to_string(count) + " in the end");
     }

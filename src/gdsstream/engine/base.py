@@ -105,6 +105,10 @@ class Transfer(ABC):
         open. Has no effect on a transfer that is complete or has failed. Never raises.
         """
 
+    @abstractmethod
+    def drained(self) -> bool:
+        """Whether nothing writes to the buffers any more: also after a failure or a cancel. Never blocks or raises."""
+
 
 class Engine(ABC):
     """One route from storage into buffers on `device`; a context manager that closes itself."""

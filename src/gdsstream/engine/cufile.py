@@ -106,10 +106,12 @@ class CuFileTransfer(Transfer):
         self._left = set(range(num_groups))
         self._error: Exception | None = None
         self._on_read = on_read
+        self._futures: list[Any] = []
 
     def add(self, read: _Read) -> None:
         """Take on one more extent; `submit` only."""
         self._queues[read.group].append(read)
+        self._futures.append(read.future)
         self._used[read.group][read.source.path] = read
 
     def fail(self, error: Exception) -> None:
@@ -143,6 +145,13 @@ class CuFileTransfer(Transfer):
         with _LOCK:
             if self._left and self._error is None:
                 self.fail(TransferCancelledError("the transfer was cancelled; submit its plan again to get the bytes"))
+
+    def drained(self) -> bool:
+        if self._pid != os.getpid():
+            return True
+        with _LOCK:
+            self._futures = [future for future in self._futures if not future.done()]
+            return not self._futures
 
     def _collect(self, group: int) -> bool:
         """Take in what has landed of a group; True when that is all of it and its files are still the same."""

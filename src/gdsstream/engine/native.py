@@ -31,7 +31,8 @@ from gdsstream.engine.base import (
     check_plan,
     check_process,
 )
-from gdsstream.errors import BackendUnavailableError, ConfigError
+from gdsstream.engine.budget import free_bytes
+from gdsstream.errors import BackendUnavailableError, ConfigError, MemoryBudgetError
 from gdsstream.topology import gpu_numa_node, node_cpus
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ _DIRECT_PREAD_THREADS = 32
 _DIRECT_READ_BYTES = 512 << 10
 
 PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
+# What the mapped lane is called where it reads pinned copies.
+_HOST_COPY = 3
 
 
 class OpenFile(NamedTuple):
@@ -99,6 +102,9 @@ class NativeTransfer(Transfer):
         if self._pid == os.getpid():
             self._native.cancel()
 
+    def drained(self) -> bool:
+        return self._pid != os.getpid() or self._native.drained()
+
     def __del__(self) -> None:
         # Dropped before it was complete: what may still be written to has to stay allocated until it has drained.
         keep = getattr(self, "_keep", None)
@@ -144,10 +150,52 @@ class NativeEngine(Engine):
             if isinstance(file, OpenFile):
                 opened.append(file)
                 continue
-            stamp = file.stamp
-            native = _native.File(file.path, (stamp.device, stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns))
-            opened.append(OpenFile(file.path, stamp, native, self.lane_of(file, native)))
+            native = _open(file)
+            opened.append(OpenFile(file.path, file.stamp, native, self.lane_of(file, native)))
         return opened
+
+    def open_windows(
+        self, file: SourceFile, windows: Sequence[tuple[int, int]], *, allow_copy: bool = True
+    ) -> OpenFile:
+        """Hold parts of a file in host memory, and open it for reads from there: to a GPU one DMA, without a CPU copy.
+
+        `windows` are (offset, nbytes) in bytes of the file; they are widened to pages. Each call holds its own, so that
+        several of one file can come and go. They go with the last reference to the OpenFile and to transfers that read
+        from it; `OpenFile.native.mapped_bytes` says how much that is. It can be submitted like any other; an extent
+        outside of the windows is a ConfigError then.
+
+        Where the driver refuses to register a file's own pages, and `allow_copy` is true, they are copied into pinned
+        memory instead: logged once, and told by `OpenFile.native.host_copy`. `host_cache_bytes` is not looked at:
+        the caller keeps that budget.
+
+        Raises:
+            ConfigError: a window is not in the file.
+            MemoryBudgetError: the machine has no room for them.
+            BackendUnavailableError: the pages cannot be registered, and a copy is not allowed.
+            ReadError, FileChangedError: as `open`; also where the file fails or changes while it is brought in.
+        """
+        self.check_usable()
+        ranges = [(int(offset), int(nbytes)) for offset, nbytes in windows]
+        for offset, nbytes in ranges:
+            if offset < 0 or nbytes < 0:
+                raise ConfigError(f"{file.path}: no window can have {nbytes} bytes at offset {offset}")
+        # Overlaps count once, so that the whole file bounds the sum.
+        wanted = min(sum(nbytes for _, nbytes in ranges), file.stamp.size)
+        room = free_bytes()
+        if wanted > room:
+            raise MemoryBudgetError(
+                f"{file.path}: holding {wanted} bytes of it in host memory is too much, {room} can be spared here "
+                f"({self.mapped_bytes} are held by this engine); hold less (host_cache_bytes)"
+            )
+        native = _open(file)
+        self._native.map(native, ranges, allow_copy=allow_copy)
+        self.report_notes()
+        return OpenFile(file.path, file.stamp, native, MAPPED)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of files that this engine holds in host memory now, by open windows and by transfers under way."""
+        return int(self._native.counters()["mapped_bytes"])
 
     def prepare(self) -> None:
         """Pay now for what the first transfer would pay: reader threads, and pinning the whole staging ring.
@@ -167,9 +215,15 @@ class NativeEngine(Engine):
         return self.submit_to(files, plan, targets, keep=buffers)
 
     def submit_to(
-        self, files: Sequence[SourceFile], plan: Extents, targets: NDArray[np.uint64], keep: Sequence[object]
+        self,
+        files: Sequence[SourceFile],
+        plan: Extents,
+        targets: NDArray[np.uint64],
+        keep: Sequence[object],
+        stream: int | None = None,
     ) -> NativeTransfer:
-        """As `submit`, to addresses that the caller vouches for; `keep` owns them."""
+        """As `submit`, to addresses that the caller vouches for; `keep` owns them. Bytes are written after what is now
+        queued on `stream`, a handle; None is the current stream."""
         opened = self.open(files)
         self._sweep()
         native = self._native.submit(
@@ -181,7 +235,7 @@ class NativeEngine(Engine):
             targets,
             plan.group,
             plan.num_groups,
-            current_stream(self.device),
+            current_stream(self.device) if stream is None else stream,
         )
         return self._started(native, plan.num_groups, opened, keep)
 
@@ -214,7 +268,7 @@ class NativeEngine(Engine):
         self, native: _native.Transfer, groups: int, opened: Sequence[OpenFile], keep: Sequence[object]
     ) -> NativeTransfer:
         self._transfers += 1
-        self._lanes_used.update(file.lane for file in opened)
+        self._lanes_used.update(_HOST_COPY if file.native.host_copy else file.lane for file in opened)
         return NativeTransfer(self, native, groups, keep)
 
     def quarantine(self, native: _native.Transfer, keep: Sequence[object]) -> None:
@@ -241,7 +295,14 @@ class NativeEngine(Engine):
     def stats(self) -> dict[str, int | float]:
         """Counters since the engine was opened, and its present size: `transfers`, `reads`, `read_bytes`, `bytes`
         (delivered), `copies`, `copied_bytes`, `tasks`, `failed_tasks`, `threads`, `staging_bytes`, `staging_slots`,
-        `staging_slots_held`, `quarantined` (transfers given up whose memory may still be written to)."""
+        `staging_slots_held`, `mapped_bytes` (of files, held in host memory), `quarantined` (transfers given up whose
+        memory may still be written to).
+
+        What reads waited for, in microseconds of wall time: `active_us`, in which any transfer had bytes to read, and
+        `ring_wait_us`, in which a lane could not begin to read because every staging slot was taken and a copy out of
+        one had not ended. A share near 1 means that the link, or the work that a copy's destination waits for, held
+        the readers up; near 0 that storage did. Each lane counts for itself, so that two at once can add up to more.
+        """
         check_process(self._pid, f"{self.name} engine")
         self._sweep()
         counters: dict[str, int | float] = dict(self._native.counters())
@@ -301,7 +362,13 @@ def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
         f"page cache by {buffered} x{threads}",
         f"O_DIRECT by {direct} x{direct_threads}" + (f" of depth {depth}" if direct == "io_uring" else ""),
         "registered page cache",
+        "pinned copy in host memory",
     ]
+
+
+def _open(file: SourceFile) -> _native.File:
+    stamp = file.stamp
+    return _native.File(file.path, (stamp.device, stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns))
 
 
 _said: set[str] = set()

@@ -55,6 +55,9 @@ class TraditionalTransfer(Transfer):
     def cancel(self) -> None:
         """Nothing is left to cancel."""
 
+    def drained(self) -> bool:
+        return True
+
 
 class TraditionalEngine(Engine):
     """Synchronous reads through pageable memory; any device torch can copy to.
