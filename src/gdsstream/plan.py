@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,30 +74,32 @@ class ReadPlan:
 
 
 # file, file_offset, nbytes, buffer, buffer_offset, group
-_Row = tuple[int, int, int, int, int, int]
+Row: TypeAlias = tuple[int, int, int, int, int, int]
 
 
 def plan_separate(specs: Iterable[TensorSpec], group_of: Callable[[str], int] | None = None) -> ReadPlan:
     """A plan that gives each tensor its own buffer; buffer i belongs to placement i. Raises ConfigError, DtypeError."""
-    rows: list[_Row] = []
+    rows: list[Row] = []
     placements: list[Placement] = []
     for index, (name, dtype, shape, file, offset, nbytes) in enumerate(specs):
         if DTYPES[dtype].per_element != 1:
             shape = torch_shape(dtype, shape)
         placements.append(Placement(name, dtype, shape, index, 0, nbytes))
         rows.append((file, offset, nbytes, index, 0, group_of(name) if group_of else 0))
-    return _build(rows, tuple(p.nbytes for p in placements), placements)
+    return build_plan(rows, tuple(p.nbytes for p in placements), placements)
 
 
 def plan_packed(
     specs: Sequence[TensorSpec],
     group_of: Callable[[str], int] | None = None,
     fuse: Mapping[str, Fused] | None = None,
+    align_bytes: int = 1,
 ) -> ReadPlan:
     """A plan with one buffer for all tensors.
 
     `group_of(name)` says which group a tensor (of the file) belongs to; a fused tensor's members may differ. `fuse`
-    maps a new name to the stored tensors it is made of, which then appear under the new name only.
+    maps a new name to the stored tensors it is made of, which then appear under the new name only. `align_bytes` is
+    what a kernel needs beyond its dtype: a tensor of at least so many bytes that would lie otherwise leaves its run.
 
     Raises ConfigError where a fused tensor does not fit its members, and DtypeError for dtypes torch lacks.
     """
@@ -105,7 +107,7 @@ def plan_packed(
     group = {name: (group_of(name) if group_of else 0) for name in by_name}
     claimed = {name for whole in (fuse or {}).values() for name in whole.names}
     placements: dict[str, Placement] = {}
-    rows: list[_Row] = []
+    rows: list[Row] = []
     cursor = 0
     run_end: tuple[int, int, int] | None = None  # group, file and offset at which the next tensor would continue
 
@@ -116,7 +118,7 @@ def plan_packed(
             rows.append((spec.file, spec.offset, 0, 0, 0, group[spec.name]))
             continue
         continues = run_end == (group[spec.name], spec.file, spec.offset)
-        if not continues or cursor % _item_bytes(spec.dtype):
+        if not continues or cursor % _least_alignment(spec, align_bytes):
             cursor = _align(cursor)
         placements[spec.name] = Placement(spec.name, spec.dtype, spec.torch_shape, 0, cursor, spec.nbytes)
         rows.append((spec.file, spec.offset, spec.nbytes, 0, cursor, group[spec.name]))
@@ -134,11 +136,16 @@ def plan_packed(
             cursor += spec.nbytes
 
     order = [s.name for s in specs if s.name not in claimed] + list(fuse or {})
-    return _build(rows, (cursor,), [placements[name] for name in order])
+    return build_plan(rows, (cursor,), [placements[name] for name in order])
 
 
 def _item_bytes(dtype: str) -> int:
     return max(1, DTYPES[dtype].bits // 8)
+
+
+def _least_alignment(spec: TensorSpec, align_bytes: int) -> int:
+    item = _item_bytes(spec.dtype)
+    return max(item, align_bytes) if spec.nbytes >= align_bytes else item
 
 
 def _align(offset: int) -> int:
@@ -168,7 +175,8 @@ def _fuse(name: str, whole: Fused, members: Sequence[TensorSpec], offset: int) -
     return Placement(name, dtype, torch_shape(dtype, whole.shape), 0, offset, nbytes)
 
 
-def _build(rows: list[_Row], buffer_bytes: tuple[int, ...], placements: Sequence[Placement]) -> ReadPlan:
+def build_plan(rows: Sequence[Row], buffer_bytes: tuple[int, ...], placements: Sequence[Placement]) -> ReadPlan:
+    """The plan of rows in any order; neighbours both in the file and in the buffer become one extent."""
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     if len(table) and (table[:, 5] < 0).any():
         raise ConfigError(f"group {int(table[:, 5].min())} is negative; groups count from 0")
@@ -177,7 +185,6 @@ def _build(rows: list[_Row], buffer_bytes: tuple[int, ...], placements: Sequence
     table = table[np.lexsort((table[:, 1], table[:, 0], table[:, 5]))]
     file, offset, nbytes, buffer, start, group = table.T
     if len(table) > 1:
-        # Neighbours both in the file and in the buffer are one extent.
         joins = (
             (file[1:] == file[:-1])
             & (offset[1:] == offset[:-1] + nbytes[:-1])
@@ -201,4 +208,13 @@ def _build(rows: list[_Row], buffer_bytes: tuple[int, ...], placements: Sequence
     )
 
 
-__all__ = ["ALIGNMENT_BYTES", "Fused", "Placement", "ReadPlan", "plan_packed", "plan_separate"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Fused",
+    "Placement",
+    "ReadPlan",
+    "Row",
+    "build_plan",
+    "plan_packed",
+    "plan_separate",
+]
