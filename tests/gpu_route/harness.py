@@ -37,7 +37,7 @@ SCENARIOS: dict[str, Scenario] = {}
 MODULES = (
     "scenarios_load",
     "scenarios_fences",
-
+    "scenarios_layers",
     "scenarios_giving_up",
     "scenarios_faults",
     "scenarios_lifetime",
