@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_route.harness import MIB, SLOT, Bare, scenario, until, write_random
+from gpu_route.harness import KIB, MIB, SLOT, Bare, scenario, until, write_random
 from gpu_route.plans import one_buffer, read_whole, small_engine
 from gpu_route.scenarios_faults import Warnings
 from gpu_route.scenarios_lifetime import in_child
@@ -20,7 +20,9 @@ from support import source_of
 
 import gdsstream
 from gdsstream.engine import Transfer
+from gdsstream.engine.budget import free_bytes
 from gdsstream.engine.native import NativeEngine, OpenFile
+from gdsstream.storage import describe
 
 PAGE = 4096
 NBYTES = 64 * PAGE + 5
@@ -125,6 +127,28 @@ def a_file_held_for_the_cpu_is_no_source_for_a_gpu(fake: StandIn, folder: Path) 
         with pytest.raises(gdsstream.ConfigError, match="held in host memory by an engine on the CPU"):
             read(engine, held, [(5, 10)], torch.zeros(10, dtype=torch.uint8))
     assert fake.count("cuMemHostRegister_v2") == 0
+
+
+@scenario()
+def registered_page_cache_is_not_free(fake: StandIn, folder: Path) -> None:
+    path = folder / "data"
+    write_random(path, NBYTES)
+    (folder / "meminfo").write_text("MemAvailable: 1000 kB\n")
+
+    def pinned() -> int:
+        return 900 * KIB - free_bytes(procfs=str(folder), cgroupfs=str(folder))
+
+    with native_engine() as engine, native_engine("cpu") as cpu:
+        in_memory = cpu.open_windows(source_of(path), WINDOWS)
+        assert pinned() == 0
+        held = [engine.open_windows(source_of(path), WINDOWS) for _ in range(2)]
+        # The kernel leaves files in memory out of what it counts as available.
+        assert pinned() == (0 if describe(path).is_memory else engine.mapped_bytes)
+        held.clear()
+        fake.fail("cuMemHostRegister_v2", NOT_SUPPORTED)
+        copied = engine.open_windows(source_of(path), WINDOWS)
+        assert pinned() == 0
+        del in_memory, copied
 
 
 # --- pinned copies ----------------------------------------------------------------------------------------------------
