@@ -395,10 +395,9 @@ def test_what_is_no_file_is_not_replaced(save: Save, tmp_path: Path) -> None:
 
 
 AS_NOBODY = """
-import os, sys, torch, logging
-from pathlib import Path
+import os, resource, sys, torch
 from gdsstream.save import save_file, save_file_async
-from gdsstream.errors import WriteError
+from gdsstream.errors import EngineError, WriteError
 save_file({"a": torch.ones(1)}, sys.argv[1] + "/warm")  # what is imported late is imported
 if os.getuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -409,6 +408,11 @@ for path in sys.argv[2:]:
             print("saved")
         except WriteError as error:
             print(error.errno, error)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+try:
+    save_file_async({"a": torch.ones(1)}, sys.argv[-1])
+except EngineError as error:
+    print(error)
 """
 
 
@@ -428,7 +432,9 @@ def test_directories_and_files_without_permission(tmp_path: Path) -> None:
     lines = out.splitlines()
     assert all(line.startswith(f"{errno.EACCES} ") and "mode or owner" in line for line in lines[:4]), out
     assert all(f"{open_ / 'model.safetensors'} cannot be written" in line for line in lines[2:4])
-    assert lines[4:] == ["saved", "saved"]
+    assert lines[4:6] == ["saved", "saved"]
+    assert lines[6].startswith(f"no thread can be started to save {open_ / 'new'}: ")
+    assert lines[6].endswith("; use save_file")
     assert (open_ / "model.safetensors").read_bytes() == content
     assert not leftovers(closed)
     assert not leftovers(open_)
@@ -810,6 +816,25 @@ save_file(tensors, sys.argv[1], fsync=False)
     assert out.startswith(f"{path}: no room on cpu to copy tensor 'w' (209715200 bytes)")
     assert "use save_file" in out
     assert path.stat().st_size == (200 << 20) + 4096
+
+
+def test_no_room_for_buffers(old: tuple[Path, bytes]) -> None:
+    need_direct(old[0].parent)
+    code = """
+import resource, sys, torch
+from gdsstream.errors import MemoryBudgetError
+from gdsstream.save import save_file
+tensors = {"w": torch.ones(1 << 20)}
+save_file(tensors, sys.argv[1] + ".warm")
+in_use = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (8 << 20), -1))
+try:
+    save_file(tensors, sys.argv[1], direct_io=True)
+except MemoryBudgetError as error:
+    print(error)
+"""
+    out, _ = run_python(code, old[0])
+    assert out.startswith("no room for a buffer of 16777216 bytes to save through")
 
 
 # From a GPU

@@ -70,9 +70,10 @@ def save_file(
         DtypeError: a tensor's dtype is none of safetensors'.
         WriteError: the storage refused (`errno` says why); the file that was there is unchanged, unless it was only
             the last fsync, of the directory, that failed.
-        MemoryBudgetError: no pinned memory for the buffers.
+        MemoryBudgetError: no memory for the two buffers of 16 MiB that tensors of a GPU and `direct_io` need.
     """
-    _prepare(tensors, filename, metadata, direct_io, fsync, snapshot=False)[1](_go_on)
+    _, job = _prepare(tensors, filename, metadata, direct_io, fsync, snapshot=False)
+    job(_go_on)
 
 
 def save_file_async(
@@ -246,8 +247,7 @@ def _prepare(
         raise ConfigError(f"tensors has to map names to tensors, and is a {type(tensors).__name__}")
     found = [_checked(name, tensor) for name, tensor in tensors.items()]
     _refuse_shared(found)
-    found.sort(key=lambda tensor: tensor.name)
-    found.sort(key=lambda tensor: tensor.rank, reverse=True)
+    found.sort(key=lambda tensor: (-tensor.rank, tensor.name))
     header = torch.frombuffer(bytearray(_header(found, metadata)), dtype=torch.uint8)
     pieces = [header, *(_copies(path, found) if snapshot else (tensor.bits for tensor in found))]
     # What fills the tensors, or their copies, is queued on the current streams.

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch
 
-from gdsstream.errors import WriteError
+from gdsstream.errors import MemoryBudgetError, WriteError
 from gdsstream.load import as_bytes
 
 BLOCK_BYTES = 16 << 20  # one write; copies of this size from a GPU reach 0.99 of the link
@@ -69,7 +69,7 @@ def write_file(
         fsync: wait until the storage has it.
         check: called between blocks; what it raises ends the write.
 
-    Raises WriteError.
+    Raises WriteError, and MemoryBudgetError where there is no room for the buffers.
     """
     nbytes = sum(piece.nbytes for piece in pieces)
     try:
@@ -281,15 +281,24 @@ class _Staging:
 
     def _next_buffer(self) -> torch.Tensor:
         if len(self._buffers) < 2:
-            pinned = bool(self._streams)
+            self._buffers.append(self._new_buffer())
+        else:
+            self._buffers.reverse()
+        return self._buffers[-1]
+
+    def _new_buffer(self) -> torch.Tensor:
+        pinned = bool(self._streams)
+        try:
             buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
             if self._direct_io and buffer.data_ptr() % _DIRECT_ALIGNMENT:
                 buffer = torch.empty(BLOCK_BYTES + _DIRECT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
                 buffer = buffer[-buffer.data_ptr() % _DIRECT_ALIGNMENT :][:BLOCK_BYTES]
-            self._buffers.append(buffer)
-        else:
-            self._buffers.reverse()
-        return self._buffers[-1]
+        except RuntimeError as error:
+            raise MemoryBudgetError(
+                f"no room for a buffer of {BLOCK_BYTES} bytes{' of pinned memory' if pinned else ''} to save through: "
+                f"{str(error).splitlines()[0]}; free some memory first"
+            ) from error
+        return buffer
 
 
 __all__ = ["BLOCK_BYTES", "write_file"]
