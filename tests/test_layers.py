@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -320,6 +321,16 @@ def test_after_close_and_in_a_child(folder: Path) -> None:
     lease.release()
     with pytest.raises(EngineClosedError, match="streamer was closed"):
         streamer.layer(0)
+
+
+def test_a_lease_that_is_kept_does_not_keep_the_slots(folder: Path) -> None:
+    with LayerStreamer(folder, device="cpu") as streamer:
+        for lease in streamer:
+            lease.wait()
+        slots = [weakref.ref(slot.memory) for slot in streamer._ring.slots]
+        assert all(slot() is not None for slot in slots)
+    assert [slot() for slot in slots] == [None, None]
+    assert lease.released
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ class Slot:
             self.baseline_use_count += self.use_count() - before
         return self._typed[dtype]
 
+    def drop(self) -> None:
+        """Let go of the memory. Leases that are held on to are no longer valid, and do not keep it."""
+        self.generation += 1
+        self.transfer = None
+        for views in self._views.values():
+            views.clear()
+        self._typed.clear()
+        self.memory = self.memory.new_empty(0)
+
     def use_count(self) -> int:
         """How many tensors (and handles of the storage) share the memory now."""
         return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
@@ -198,7 +207,7 @@ class SlotRing:
                 while not fence.done():
                     time.sleep(_POLL_S)
         for slot in self.slots:
-            slot.generation += 1  # what is still leased is no longer
+            slot.drop()
         self.slots.clear()
 
     def _settle(self, slot: Slot) -> None:
