@@ -12,13 +12,24 @@ from gdsstream import _native, errors
 
 NAMES = {
     "Engine",
+    "LayerStreamer",
+    "LayerwiseAccumulation",
+    "Lease",
+    "OffloadHandle",
+    "Order",
+    "PendingSave",
     "StreamConfig",
+    "StreamStats",
     "Transfer",
+    "dequantize_nf4",
     "load_file",
+    "offload",
     "open_engine",
     "read_many",
     "release_engines",
     "safe_open",
+    "save_file",
+    "save_file_async",
 }
 
 

@@ -12,33 +12,63 @@ from gdsstream import errors as _errors
 from gdsstream.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
+    from gdsstream.accumulate import LayerwiseAccumulation
     from gdsstream.config import StreamConfig
     from gdsstream.engine import Engine, Transfer, open_engine
     from gdsstream.handle import safe_open
+    from gdsstream.layers import LayerStreamer
+    from gdsstream.lease import Lease
     from gdsstream.load import load_file, read_many, release_engines
+    from gdsstream.nf4 import dequantize_nf4
+    from gdsstream.offloading import OffloadHandle, offload
+    from gdsstream.save import PendingSave, save_file, save_file_async
+    from gdsstream.schedule import Order
+    from gdsstream.telemetry import StreamStats
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Engine": "gdsstream.engine",
+    "LayerStreamer": "gdsstream.layers",
+    "LayerwiseAccumulation": "gdsstream.accumulate",
+    "Lease": "gdsstream.lease",
+    "OffloadHandle": "gdsstream.offloading",
+    "Order": "gdsstream.schedule",
+    "PendingSave": "gdsstream.save",
     "StreamConfig": "gdsstream.config",
+    "StreamStats": "gdsstream.telemetry",
     "Transfer": "gdsstream.engine",
+    "dequantize_nf4": "gdsstream.nf4",
     "load_file": "gdsstream.load",
+    "offload": "gdsstream.offloading",
     "open_engine": "gdsstream.engine",
     "read_many": "gdsstream.load",
     "release_engines": "gdsstream.load",
     "safe_open": "gdsstream.handle",
+    "save_file": "gdsstream.save",
+    "save_file_async": "gdsstream.save",
 }
 
 __all__ = [
     "Engine",
+    "LayerStreamer",
+    "LayerwiseAccumulation",
+    "Lease",
+    "OffloadHandle",
+    "Order",
+    "PendingSave",
     "StreamConfig",
+    "StreamStats",
     "Transfer",
+    "dequantize_nf4",
     "load_file",
+    "offload",
     "open_engine",
     "read_many",
     "release_engines",
     "safe_open",
+    "save_file",
+    "save_file_async",
 ]
 __all__ += _errors.__all__
 

@@ -38,6 +38,7 @@ MODULES = (
     "scenarios_load",
     "scenarios_fences",
     "scenarios_layers",
+    "scenarios_offload",
     "scenarios_giving_up",
     "scenarios_faults",
     "scenarios_lifetime",
