@@ -13,7 +13,10 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     stats.py         median, MAD, IQR, bootstrap of paired ratios (pure)
     environment.py   what the numbers were taken on
     record.py        the JSON line of one loader, and its validator
-    report.py        the tables in the terminal
+    report.py        the tables in the terminal, in the form of table.py; report_layers.py has those of streamed layers
+    moe.py model.py  what the layer scenarios compute: a layer without allocation, and a model to train
+    slope.py         overhead a layer and fill of a pipeline (pure)
+    clock.py         marks on a device's stream
     loaders/         one file a library; the rules of the timed region are in loaders/base.py
     scenarios/       the verbs: what a sample delivers and how it is verified
 

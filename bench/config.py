@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-VERBS = ("read", "gather")
+VERBS = ("read", "gather", "pipeline", "train")
 CACHE_STATES = ("warm", "cold")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -51,6 +51,94 @@ class ScenarioConfig:
         _at_least("scenario.rounds", self.rounds, 1)
         _at_least("scenario.records", self.records, 1)
         _at_least("scenario.record_bytes", self.record_bytes, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture-of-experts layer's widths, in elements: the shared expert, and the experts that each token uses."""
+
+    hidden: int = 5120
+    shared: int = 12288
+    expert: int = 1536
+    active: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "shared", "expert"):
+            _at_least(f"scenario.moe.{name}", getattr(self, name), 16)
+            # Keeps every matrix aligned to what matrix kernels load at once, wherever it begins.
+            if getattr(self, name) % 16:
+                raise BenchConfigError(f"'scenario.moe.{name}' is {getattr(self, name)}; it has to be a multiple of 16")
+        _at_least("scenario.moe.active", self.active, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayersConfig(ScenarioConfig):
+    """What the scenarios that stream layers share. A file is a layer."""
+
+    #: How many tokens a layer computes with; each number is a part of the run, with rows of its own.
+    tokens: list[int] = field(default_factory=lambda: [8192])
+    num_slots: int = 2
+    moe: MoeConfig = field(default_factory=MoeConfig)
+
+    def __post_init__(self) -> None:
+        ScenarioConfig.__post_init__(self)
+        if not self.tokens:
+            raise BenchConfigError("'scenario.tokens' is empty; name a number, such as scenario.tokens=[8192]")
+        for count in self.tokens:
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise BenchConfigError(f"'scenario.tokens' holds {count!r}; it has to be a list of whole numbers")
+            _at_least("scenario.tokens", count, 1)
+        _at_least("scenario.num_slots", self.num_slots, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig(LayersConfig):
+    """Parameters of verb `pipeline`. The slope is taken between runs of `short` and of `long` layers."""
+
+    short: int = 20
+    long: int = 60
+    #: A route whose two runs would take longer gets shorter ones; its record says how many layers.
+    sample_seconds: float = 4.4
+    #: Whether compute uses the streamed bytes, or weights that are resident.
+    consume: bool = True
+    #: Whether a layer is the backward pass with recomputation, in falling order, or the forward pass.
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        LayersConfig.__post_init__(self)
+        _at_least("scenario.short", self.short, 1)
+        _at_least("scenario.long", self.long, self.short + 1)
+        if self.sample_seconds <= 0:
+            raise BenchConfigError(f"'scenario.sample_seconds' is {self.sample_seconds}; it has to be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig(LayersConfig):
+    """Parameters of verb `train`: forward and backward through an offloaded model."""
+
+    layers: int = 20
+    #: How many steps a sample times, one after the other.
+    steps: int = 3
+    #: Activation checkpointing of each layer: the backward pass computes it once more.
+    recompute: bool = True
+    #: Of the trained adapters.
+    rank: int = 16
+
+    def __post_init__(self) -> None:
+        LayersConfig.__post_init__(self)
+        for name in ("layers", "steps", "rank"):
+            _at_least(f"scenario.{name}", getattr(self, name), 1)
+
+
+#: verb -> what describes its scenario, where it has more parameters than ScenarioConfig
+_SCENARIOS: dict[str, type[ScenarioConfig]] = {"pipeline": PipelineConfig, "train": TrainingConfig}
+
+
+def parts(scenario: ScenarioConfig) -> list[ScenarioConfig]:
+    """What a run measures one after the other: the scenario with each number of tokens, or the scenario itself."""
+    if isinstance(scenario, LayersConfig):
+        return [dataclasses.replace(scenario, tokens=[count]) for count in scenario.tokens]
+    return [scenario]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +250,30 @@ def check_overrides(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> 
 
 def _check_key(key: str, config_dir: Path) -> None:
     head, _, rest = key.partition(".")
-    top = {item.name for item in dataclasses.fields(BenchConfig)}
+    top = _hints([BenchConfig])
     if head not in top:
-        raise BenchConfigError(f"unknown key '{key}'; {nearest(head, top | set(groups(config_dir)))}")
+        raise BenchConfigError(f"unknown key '{key}'; {nearest(head, set(top) | set(groups(config_dir)))}")
     if head == "loaders" and rest:
         _check_loader_key(key, rest, config_dir)
         return
-    if not rest:
-        return
-    nested = typing.get_type_hints(BenchConfig)[head]
-    valid = {item.name for item in dataclasses.fields(nested)} if dataclasses.is_dataclass(nested) else set()
-    if rest not in valid:
-        raise BenchConfigError(f"unknown key '{key}'; {nearest(rest, valid)}")
+    valid = top
+    # Which verb the scenario has is not known yet, so that a key of any of them passes here.
+    found = list({ScenarioConfig, *_SCENARIOS.values()}) if head == "scenario" else top[head]
+    for name in rest.split(".") if rest else ():
+        valid = _hints(found)
+        if name not in valid:
+            raise BenchConfigError(f"unknown key '{key}'; {nearest(name, valid)}")
+        found = valid[name]
+
+
+def _hints(types_: Iterable[Any]) -> dict[str, list[Any]]:
+    """The fields of dataclasses, and the types that each has in them."""
+    found: dict[str, list[Any]] = {}
+    for cls in types_:
+        if dataclasses.is_dataclass(cls):
+            for name, hint in typing.get_type_hints(cls).items():
+                found.setdefault(name, []).append(hint)
+    return found
 
 
 def _check_loader_key(key: str, rest: str, config_dir: Path) -> None:
@@ -193,6 +293,8 @@ def _check(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise BenchConfigError(f"'{where}' is {value!r}; it has to be a mapping")
+        if hint is ScenarioConfig:
+            hint = _SCENARIOS.get(str(value.get("verb")), ScenarioConfig)
         return from_mapping(typing.cast("type[Any]", hint), value, where)
     accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = [typing.get_origin(item) or item for item in accepted]

@@ -1,10 +1,11 @@
 """The test checkpoint: safetensors shards like those of a mixture-of-experts model, known byte for byte.
 
 One file holds one layer with the shapes of a 30B-A3B model (2048 hidden, 768 per expert, bf16; 128 experts make the
-1.24 GB of the usual test); smaller files scale the widths down. The bytes come from one pool of random bytes whose
-length is prime: each tensor starts at its own place in the pool and wraps around, so all tensors differ, no two
-places of a file that are a power of two apart hold the same bytes, and what every tensor has to contain is known
-without reading the files.
+1.24 GB of the usual test); smaller files scale the widths down. Scenarios that compute bring shapes of their own. The
+bytes come from one pool of random bytes whose length is twice a prime: each tensor starts at its own place in the pool
+and wraps around, so all tensors differ, no two places of a file that are a power of two apart hold the same bytes, and
+what every tensor has to contain is known without reading the files. Every two bytes of the pool can be made a bf16 of a
+weight's size, so that products with them stay finite.
 
 Files live in a directory of their own, created inside the directory that was asked for, and go when the run ends,
 however it ends; nothing outside that directory is written or removed.
@@ -17,7 +18,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,10 +32,14 @@ from bench.config import BenchError, StorageConfig
 PREFIX = "gdsstream-bench-"
 #: The eight layers of the usual test, in bytes a file.
 LAYER_BYTES = 1_240_000_000
-_POOL_BYTES = 16_777_213  # prime
-_POOL_STEP = 1_000_003
+_POOL_BYTES = 2 * 8_388_593  # twice a prime, so that a pair of bytes stays one where a tensor wraps around
+_POOL_STEP = 1_000_002
 _SHARED_MEMORY = "/dev/shm"
 _GIB = 1 << 30
+
+
+#: Of one tensor: name, dtype (safetensors') and shape.
+Shaped = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,10 @@ class Plan:
     file_bytes: int
     why: str
     tensors: int | None = None  # equal ones in each file; None: a layer's
+    #: (layer, bytes) -> its tensors; None: layer_shapes.
+    shapes: Callable[[int, int], list[Shaped]] | None = None
+    #: Whether every two bytes are a bf16 of about 0.014 as a standard deviation, finite and never 0.
+    weights: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -132,6 +141,10 @@ def written(plan: Plan, *, keep: bool = False) -> Iterator[BenchFiles]:
 
 def _write(directory: Path, plan: Plan) -> BenchFiles:
     pool = np.random.default_rng(20240229).integers(0, 256, _POOL_BYTES, dtype=np.uint8)
+    if plan.weights:
+        words = pool.view("<u2")
+        # Sign and fraction stay random; two random bits choose among the exponents of 2**-9 to 2**-6.
+        words[:] = words & 0x807F | (118 + (words >> 7 & 3)) << 7
     paths = [directory / f"model-{i + 1:05d}-of-{plan.files:05d}.safetensors" for i in range(plan.files)]
     tensors: dict[str, TensorInfo] = {}
     headers: list[bytes] = []
@@ -181,7 +194,7 @@ def _pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 def _layout(layer: int, plan: Plan, first_tensor: int) -> tuple[bytes, list[TensorInfo]]:
     """Header and tensors of one file of about `plan.file_bytes`."""
-    shapes = layer_shapes(layer, plan.file_bytes)
+    shapes = (plan.shapes or layer_shapes)(layer, plan.file_bytes)
     if plan.tensors is not None:
         elements = max(1, plan.file_bytes // 2 // plan.tensors)
         shapes = [(f"file.{layer}.tensor.{i}", "BF16", (elements,)) for i in range(plan.tensors)]
@@ -203,7 +216,7 @@ def _layout(layer: int, plan: Plan, first_tensor: int) -> tuple[bytes, list[Tens
     ]
 
 
-def layer_shapes(layer: int, target_bytes: int) -> list[tuple[str, str, tuple[int, ...]]]:
+def layer_shapes(layer: int, target_bytes: int) -> list[Shaped]:
     """(name, dtype, shape) of a MoE layer of at most `target_bytes`, F32 first as safetensors itself orders them."""
     for hidden in (2048, 1024, 512, 256, 128, 64):
         inner, keys = hidden * 3 // 8, hidden // 4
@@ -214,7 +227,7 @@ def layer_shapes(layer: int, target_bytes: int) -> list[tuple[str, str, tuple[in
     fixed = attention + 2 * 2 * hidden + 64 * 1024  # norms, the router and the header, rounded up
     experts = max(1, (target_bytes - fixed) // (expert + 2 * hidden + 8))
     prefix = f"model.layers.{layer}"
-    shapes: list[tuple[str, str, tuple[int, ...]]] = [
+    shapes: list[Shaped] = [
         (f"{prefix}.mlp.gate.e_score_correction_bias", "F32", (experts + experts % 2,)),
         (f"{prefix}.input_layernorm.weight", "BF16", (hidden,)),
         (f"{prefix}.self_attn.q_proj.weight", "BF16", (2 * hidden, hidden)),

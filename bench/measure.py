@@ -3,7 +3,8 @@
 1. Every loader is prepared (timed: start-up) and loads once (timed: first), verified.
 2. Each round samples the ceiling, then runs every loader once. The order rotates, so that no loader always follows
    the same one. Before each sample the page cache is made warm or empty and checked, cached device memory is given
-   back, and garbage is collected. After each sample every byte is verified.
+   back, and garbage is collected. After each sample every byte is verified. A scenario may measure more of the same
+   loader right before its sample (compute alone, transfer alone), to be compared with it within the round.
 
 A loader that is missing or refuses is a row with its reason. One that raises or delivers wrong bytes is a failed row
 and leaves the following rounds. A cold sample before which pages had stayed in memory is labelled `not_cold` and does
@@ -26,7 +27,7 @@ import numpy as np
 from bench import cache
 from bench.ceilings import Ceiling
 from bench.loaders.base import Loader, Unavailable
-from bench.scenarios.base import Workload
+from bench.scenarios.base import VerificationError, Workload
 
 _LEAST_ROUNDS = 3
 NOT_COLD = "not_cold"
@@ -38,14 +39,20 @@ Progress = Callable[[str | None], None]
 
 @dataclass(slots=True)
 class Sample:
-    """One load: seconds until every byte could be used, until the call returned, and of CPU time."""
+    """One load: its bytes and units, seconds until every byte could be used, until the call returned, and of CPU time.
+
+    `figures` are whatever else the scenario measured in this round, by name.
+    """
 
     round: int
+    bytes: int
+    units: int
     seconds: float
     lazy_return_s: float
     cpu_s: float
     peak_gpu_bytes: int | None
     labels: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def counts(self) -> bool:
@@ -98,7 +105,7 @@ class Runner:
         closed at the end."""
         deadline = time.monotonic() + max_seconds
         try:
-            _touch_memory(self._workload.sample_bytes)
+            _touch_memory(min(self._workload.sample_bytes, self._workload.job.data_bytes))
             for name in self._loaders:
                 self._start(name)
             for number in range(rounds):
@@ -157,9 +164,14 @@ class Runner:
         taken: list[Sample] = []
 
         def one() -> None:
-            sample, delivered = self._timed(loader, number)
-            outcome.verified = False
-            self._workload.verify(delivered)
+            try:
+                figures = self._workload.before(loader, number)
+                sample, delivered = self._timed(loader, number)
+                sample.figures = figures | self._workload.after(loader, delivered)
+                self._workload.verify(delivered)
+            except VerificationError:
+                outcome.verified = False
+                raise
             outcome.verified = True
             taken.append(sample)
 
@@ -179,7 +191,8 @@ class Runner:
             cpu = _cpu_seconds() - cpu
         finally:
             loader.disarm()
-        return Sample(number, end - start, returned - start, cpu, self._peak(), labels), delivered
+        size = self._workload.amount(delivered)
+        return Sample(number, *size, end - start, returned - start, cpu, self._peak(), labels), delivered
 
     def _settle(self) -> list[str]:
         gc.collect()

@@ -1,7 +1,9 @@
 """One JSON line for each loader of a run: the schema, and a validator written by hand.
 
 Sizes are bytes, times seconds, rates decimal GB/s (1e9). `samples_s` holds every steady sample in the order taken,
-with `sample_labels` and `ceiling.samples` beside it; the statistics are over those that count (measure.py).
+with `sample_labels` and `ceiling.samples` beside it; the statistics are over those that count (measure.py). `figures`
+holds what a scenario measured beside each sample, a list for each name, and `derived` what it made of them: its
+parameters and statistics; ratios such as an overhead are fractions there, times seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from bench.config import ScenarioConfig
 from bench.measure import NOT_COLD, Outcome
 from bench.scenarios.base import Workload
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUSES = ("ok", "skipped", "failed")
 
 
@@ -39,6 +41,8 @@ class Record:
     samples_s: list[float] = field(default_factory=list)
     sample_labels: list[list[str]] = field(default_factory=list)
     lazy_return_s: list[float] = field(default_factory=list)
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    derived: dict[str, Any] | None = None
     first_s: float | None = None
     startup_s: float | None = None
     gb_per_s: dict[str, float] | None = None
@@ -92,26 +96,30 @@ def make(
         peak_pinned_bytes=outcome.pinned_bytes,
         env=env,
     )
-    gigabytes = workload.sample_bytes / 1e9
     limits = [float(value) for value in ceiling["samples"]]
     record.ceiling = {**ceiling, "samples": limits, "gb_per_s": stats.median(limits) if limits else None}
-    if outcome.first is not None and (outcome.first.counts or not cold):
-        record.first_s = outcome.first.seconds
     samples = outcome.samples
+    # A first load of another size than the samples cannot be compared with them.
+    if (first := outcome.first) is not None and (first.counts or not cold):
+        record.first_s = first.seconds if all(sample.bytes == first.bytes for sample in samples) else None
     record.samples_s = [sample.seconds for sample in samples]
     record.lazy_return_s = [sample.lazy_return_s for sample in samples]
+    names = samples[0].figures if samples else {}
+    record.figures = {name: [sample.figures[name] for sample in samples] for name in names}
     record.peak_gpu_bytes = max((s.peak_gpu_bytes for s in samples if s.peak_gpu_bytes is not None), default=None)
     counted = [sample for sample in samples if sample.counts]
     if cold and samples:
         record.cold_verified = len(counted) == len(samples)
     if counted:
-        rates = [gigabytes / sample.seconds for sample in counted]
+        record.bytes, record.units = counted[0].bytes, counted[0].units
+        rates = [sample.bytes / 1e9 / sample.seconds for sample in counted]
         for sample, outlier in zip(counted, stats.outliers(rates), strict=True):
             if outlier:
                 sample.labels.append("outlier")
         record.gb_per_s = stats.summarise(rates)._asdict()
-        record.units_per_s = stats.summarise([workload.units / sample.seconds for sample in counted])._asdict()
-        record.cpu_s_per_gb = stats.median([sample.cpu_s for sample in counted]) / gigabytes
+        record.units_per_s = stats.summarise([sample.units / sample.seconds for sample in counted])._asdict()
+        record.cpu_s_per_gb = stats.median([sample.cpu_s / (sample.bytes / 1e9) for sample in counted])
+        record.derived = workload.derive(counted)
         ratios = stats.paired_ratios(rates, [limits[sample.round] for sample in counted])
         record.pct_ceiling = 100 * stats.median(ratios)
         interval = stats.bootstrap_ci95(ratios)
@@ -162,6 +170,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "samples_s": (list,),
     "sample_labels": (list,),
     "lazy_return_s": (list,),
+    "figures": (dict,),
+    "derived": (dict, type(None)),
     "first_s": (*_NUMBER, type(None)),
     "startup_s": (*_NUMBER, type(None)),
     "gb_per_s": (dict, type(None)),
@@ -200,6 +210,7 @@ def problems(row: Mapping[str, Any]) -> list[str]:
         found.append("reason: has to be given exactly when the status is not ok")
     if not len(row["samples_s"]) == len(row["sample_labels"]) == len(row["lazy_return_s"]):
         found.append("samples_s, sample_labels and lazy_return_s differ in length")
+    found += [f"figures.{k}: has no value for each sample" for k in _short(row["figures"], len(row["samples_s"]))]
     if any(not isinstance(value, _NUMBER) or not 0 < value < math.inf for value in row["samples_s"]):
         found.append("samples_s: every sample has to be positive")
     found += [f"env.{key}: missing" for key in _ENV if key not in row["env"]]
@@ -210,10 +221,17 @@ def problems(row: Mapping[str, Any]) -> list[str]:
             found.append(f"{key}: has to hold {', '.join(_SUMMARY)}")
     if row["status"] == "ok":
         found += [f"{key}: has to be given for an ok row" for key in _NEEDED_WHEN_OK if row[key] is None]
+        if row["verb"] in _DERIVING and row["derived"] is None:
+            found.append(f"derived: has to be given for an ok row of verb {row['verb']!r}")
         counted = [labels for labels in row["sample_labels"] if NOT_COLD not in labels]
         if row["gb_per_s"] is not None and row["gb_per_s"].get("n") != len(counted):
             found.append("gb_per_s.n: is not the number of samples that count")
     return found
 
 
+def _short(figures: Mapping[str, Any], count: int) -> list[str]:
+    return [name for name, values in figures.items() if not isinstance(values, list) or len(values) != count]
+
+
+_DERIVING = ("pipeline", "train")
 _NEEDED_WHEN_OK = ("gb_per_s", "units_per_s", "pct_ceiling", "cpu_s_per_gb", "startup_s", "verified")

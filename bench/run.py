@@ -5,6 +5,8 @@
     python -m bench.run experiment=peers             eight 1.24 GB files in /dev/shm, to the GPU, against every peer
     python -m bench.run experiment=disk_cold         from a disk with a page cache verified to be empty
     python -m bench.run experiment=random            4 KiB records
+    python -m bench.run experiment=pipeline          layers of 1237 MB through two slots, behind compute
+    python -m bench.run experiment=training_step     forward and backward steps of an offloaded model
     python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
 
 Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says. Exit status: 0 when
@@ -16,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,6 +58,7 @@ def measure(settings: BenchConfig, output: Path, out: Console) -> list[record.Re
 def _measure(settings: BenchConfig, built: dict[str, Loader], device: str, out: Console) -> list[record.Record]:
     cold = settings.cache.state == "cold"
     plan = files.choose(settings.storage, cuda=device.startswith("cuda"), cold=cold)
+    plan = scenarios.plan(settings.scenario, plan, cold=cold)
     _check_cold(plan.directory, cold)
     for path in files.left_over(plan.directory):
         out.print(f"{path} was left by a run that was killed; remove it", style="yellow", highlight=False)
@@ -64,31 +68,47 @@ def _measure(settings: BenchConfig, built: dict[str, Loader], device: str, out: 
         highlight=False,
     )
     env = environment.collect(plan.directory, device)
+    parts = config.parts(settings.scenario)
+    rows: list[record.Record] = []
     with _bar(out) as bar:
-        task = bar.add_task("writing the files", total=len(built) + settings.scenario.rounds * (1 + len(built)))
+        steps = len(built) + settings.scenario.rounds * (1 + len(built))
+        task = bar.add_task("writing the files", total=len(parts) * steps)
 
         def step(text: str | None) -> None:
             bar.update(task, description=text) if text is not None else bar.advance(task)
             bar.refresh()
 
         with files.written(plan, keep=settings.storage.keep_files) as written:
-            workload = scenarios.build(settings.scenario, written, device)
-            step("finding the ceiling")
-            ceiling = ceilings.choose(workload, cold=cold)
-            try:
-                runner = Runner(
-                    workload, built, ceiling, cold=cold, fresh_memory=settings.scenario.fresh_memory, progress=step
-                )
-                measured = runner.run(settings.scenario.rounds, settings.scenario.max_seconds)
-            finally:
-                ceiling.close()
+            for number, part in enumerate(parts):
+                rows += _measure_part(dataclasses.replace(settings, scenario=part), built, device, written, env, step)
+                bar.update(task, completed=(number + 1) * steps)
+    return rows
+
+
+def _measure_part(
+    settings: BenchConfig,
+    built: dict[str, Loader],
+    device: str,
+    written: files.BenchFiles,
+    env: dict[str, Any],
+    step: Callable[[str | None], None],
+) -> list[record.Record]:
+    scenario, cold = settings.scenario, settings.cache.state == "cold"
+    workload = scenarios.build(scenario, written, device)
+    step("finding the ceiling")
+    ceiling = ceilings.choose(workload, cold=cold)
+    try:
+        runner = Runner(workload, built, ceiling, cold=cold, fresh_memory=scenario.fresh_memory, progress=step)
+        measured = runner.run(scenario.rounds, scenario.max_seconds)
+    finally:
+        ceiling.close()
     limit = {"kind": ceiling.kind, "detail": ceiling.describe(), "samples": measured.ceilings}
     return [
         record.make(
             name,
             outcome,
             workload,
-            scenario=settings.scenario.name,
+            scenario=scenario.name,
             cold=cold,
             ceiling=limit,
             config=_row_config(settings, name),

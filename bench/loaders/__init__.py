@@ -14,6 +14,7 @@ from bench.loaders.base import Loader
 KINDS = {
     "gdsstream": ("bench.loaders.gdsstream", "LoadFile"),
     "gdsstream_handle": ("bench.loaders.gdsstream_handle", "Handle"),
+    "gdsstream_layers": ("bench.loaders.gdsstream_layers", "Layers"),
     "safetensors": ("bench.loaders.safetensors", "Safetensors"),
     "fastsafetensors": ("bench.loaders.fastsafetensors", "Fastsafetensors"),
     "instanttensor": ("bench.loaders.instanttensor", "InstantTensor"),

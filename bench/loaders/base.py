@@ -9,6 +9,9 @@ A sample starts before the call that loads and ends when the caller can use ever
   returned is recorded beside it (`lazy_return_s`), and `delivers` says whether the caller owns the memory at the end
   or still shares the file's pages. The CPU ceilings include the same pass.
 
+Layers of a pipeline and of a training step are leased instead: usable on the current stream until the next is asked
+for. Their samples end when the device has done everything that was queued.
+
 What happens once (imports, driver, engine, registration) belongs into `prepare` and becomes the start-up column; the
 first load after it is a column of its own too. Reading the headers belongs to every load. Bytes are verified after the
 clock has stopped.
@@ -17,6 +20,7 @@ clock has stopped.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +49,19 @@ class GatherRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRequest:
+    """Layers to stream through `num_slots` slots. Each file holds one, whose names begin with `pattern`.
+
+    With `modules`, which makes new ones, these are to be offloaded: module i has the weights of file i modulo the
+    number of files.
+    """
+
+    pattern: str
+    num_slots: int
+    modules: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What every loader of a run gets: the files and where their tensors shall be."""
 
@@ -52,6 +69,7 @@ class Job:
     data_bytes: int
     device: str
     request: GatherRequest | None = None
+    layers: LayerRequest | None = None
 
     @property
     def cuda(self) -> bool:
@@ -91,6 +109,19 @@ class Loader(ABC):
     def gather(self) -> torch.Tensor:
         """Verb `gather`: the requested records as a uint8 tensor [records, length], on the device."""
         raise NotImplementedError(f"{type(self).__name__} has no verb 'gather'")
+
+    def stream(self, sequence: Sequence[int]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Verbs `pipeline` and `train`: these layers one after the other, each a mapping whose look-ups can be used on
+        the current stream, until the next one is asked for. The statistics begin anew."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'pipeline'")
+
+    def modules(self) -> Any:
+        """Verb `train`: the offloaded modules, to be used forward, then backward. The statistics begin anew."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'train'")
+
+    def statistics(self) -> dict[str, float]:
+        """Verbs `pipeline` and `train`: what streaming did since its statistics began, by name, once it is done."""
+        raise NotImplementedError(f"{type(self).__name__} streams nothing")
 
     def close(self) -> None:
         """Give everything back."""

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from bench.config import ScenarioConfig
-from bench.files import BenchFiles
+from bench.config import LayersConfig, PipelineConfig, ScenarioConfig, TrainingConfig
+from bench.files import BenchFiles, Plan
 from bench.scenarios.base import Workload
+
+
+def plan(scenario: ScenarioConfig, chosen: Plan, *, cold: bool) -> Plan:
+    """The files that the scenario needs, where files.choose decided how many and how large they are."""
+    if isinstance(scenario, LayersConfig):
+        from bench.scenarios import layers
+
+        return layers.plan(scenario, chosen, cold=cold)
+    return chosen
 
 
 def build(scenario: ScenarioConfig, files: BenchFiles, device: str) -> Workload:
     """The workload of `scenario.verb`; the verb has been checked by the configuration."""
+    if isinstance(scenario, PipelineConfig):
+        from bench.scenarios.pipeline import Pipeline
+
+        return Pipeline(files, device, scenario)
+    if isinstance(scenario, TrainingConfig):
+        from bench.scenarios.training import TrainingStep
+
+        return TrainingStep(files, device, scenario)
     if scenario.verb == "gather":
         from bench.scenarios.gather import Gather
 

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from bench.loaders.base import Job, Loader
 
 if TYPE_CHECKING:
     import torch
 
+    from bench.measure import Sample
+
 
 class VerificationError(Exception):
     """A loader delivered other bytes than the files hold; the message names the first difference."""
 
 
+class Alone(NamedTuple):
+    """Compute that runs while bytes arrive: its seconds by itself, and how many bytes arrive meanwhile."""
+
+    seconds: float
+    nbytes: int
+
+
 class Workload(ABC):
-    """One scenario on one set of files."""
+    """One scenario on one set of files. A sample is `before`, `run` (timed), `finish` (timed), `after`, `verify`."""
 
     verb: str
     job: Job
     #: What is counted besides bytes, and how many of them one sample delivers.
     unit: str
     units: int
+    computes: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def sample_bytes(self) -> int:
         """Bytes that one sample delivers, the numerator of GB/s."""
+
+    def before(self, loader: Loader, number: int) -> dict[str, float]:
+        """What a round measures of a loader beside its sample, by name; `number` is the round, -1 the first load.
+
+        Not a part of the sample. Raises VerificationError.
+        """
+        del loader, number
+        return {}
 
     @abstractmethod
     def run(self, loader: Loader) -> Any:
@@ -36,6 +55,25 @@ class Workload(ABC):
     @abstractmethod
     def tensors(self, delivered: Any) -> list[torch.Tensor]:
         """Everything that was delivered, for the consumer."""
+
+    def amount(self, delivered: Any) -> tuple[int, int]:
+        """Bytes and units of this sample, where loaders' samples differ."""
+        del delivered
+        return self.sample_bytes, self.units
+
+    def after(self, loader: Loader, delivered: Any) -> dict[str, float]:
+        """Figures of the sample that was just taken, by name. Untimed."""
+        del loader, delivered
+        return {}
+
+    def derive(self, samples: Sequence[Sample]) -> dict[str, Any] | None:
+        """What the scenario makes of a loader's samples that count, for the record."""
+        del samples
+        return None
+
+    def alone(self) -> Alone:
+        """Measure the compute that a sample contains, without any loader, where `computes` says that there is any."""
+        raise NotImplementedError(f"verb {self.verb!r} computes nothing")
 
     @abstractmethod
     def verify(self, delivered: Any) -> None:

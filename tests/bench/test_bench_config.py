@@ -35,7 +35,7 @@ def test_every_config_composes_and_its_loaders_can_be_built(group: str, name: st
     with composed(choice) as plain:
         settings = config.build(plain)
     for row, options in settings.loaders.items():
-        assert settings.scenario.verb in {"read", "gather"}
+        assert settings.scenario.verb in config.VERBS
         assert loaders.build(row, options).verbs
 
 
@@ -67,6 +67,9 @@ def test_a_row_in_yaml_names_every_option_of_its_loader() -> None:
     [
         ("storage.filez=3", "unknown key 'storage.filez'; did you mean 'files'?"),
         ("devise=cpu", "unknown key 'devise'; did you mean 'device'?"),
+        ("scenario.moe.hiden=64", "unknown key 'scenario.moe.hiden'; did you mean 'hidden'?"),
+        ("scenario.tokns=[64]", "unknown key 'scenario.tokns'; did you mean 'tokens'?"),
+        ("scenario.tokens.more=1", "unknown key 'scenario.tokens.more'; valid: nothing"),
         ("scenario=load_modl", "unknown scenario 'load_modl'; did you mean 'load_model'?"),
         ("loader=[pread,safetensor]", "unknown loader 'safetensor'; did you mean 'safetensors'?"),
         ("loaders.pread.num_thread=3", "unknown option 'loaders.pread.num_thread'; did you mean 'num_threads'?"),
@@ -98,6 +101,15 @@ def test_what_is_hydras_is_left_to_hydra(override: str) -> None:
         ({"scenario": {"name": "x", "verb": "reed"}}, "did you mean 'read'?"),
         ({"scenario": {"verb": "read"}}, "key 'scenario.name' is missing"),
         ({"loaders": {}}, "no loader is chosen"),
+        ({"scenario": {"name": "x", "verb": "read", "tokens": [1]}}, "unknown key 'scenario.tokens'"),
+        ({"scenario": {"name": "x", "verb": "pipeline", "tokens": []}}, "'scenario.tokens' is empty"),
+        ({"scenario": {"name": "x", "verb": "pipeline", "tokens": [8, "9"]}}, "holds '9'; it has to be a list of"),
+        ({"scenario": {"name": "x", "verb": "pipeline", "tokens": 8}}, "'scenario.tokens' is 8 (int)"),
+        ({"scenario": {"name": "x", "verb": "pipeline", "long": 20}}, "'scenario.long' is 20"),
+        ({"scenario": {"name": "x", "verb": "pipeline", "sample_seconds": 0}}, "has to be positive"),
+        ({"scenario": {"name": "x", "verb": "pipeline", "steps": 3}}, "unknown key 'scenario.steps'"),
+        ({"scenario": {"name": "x", "verb": "train", "layers": 0}}, "'scenario.layers' is 0"),
+        ({"scenario": {"name": "x", "verb": "train", "moe": {"hidden": 100}}}, "has to be a multiple of 16"),
     ],
 )
 def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
@@ -106,6 +118,14 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(config.BenchConfigError) as caught:
         config.build(good | changes)
     assert message in str(caught.value)
+
+
+def test_a_scenario_of_several_numbers_of_tokens_has_a_part_for_each() -> None:
+    with composed("experiment=pipeline") as plain:
+        scenario = config.build(plain).scenario
+    assert isinstance(scenario, config.PipelineConfig)
+    assert [part.tokens for part in config.parts(scenario)] == [[8192], [16384], [22528], [32768]]  # type: ignore[attr-defined]
+    assert config.parts(config.ScenarioConfig("x", "read")) == [config.ScenarioConfig("x", "read")]
 
 
 def test_a_wrong_loader_is_named() -> None:

@@ -1,0 +1,96 @@
+"""What a table of records is, and how it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.record import Record
+
+
+class Column(NamedTuple):
+    """A column, its cell, and the width of terminal from which on it is shown."""
+
+    title: str
+    cell: Callable[[Record], str]
+    from_width: int = 0
+
+
+class Section(NamedTuple):
+    """Rows that belong together, and the row of limits below them: cells by the columns' titles."""
+
+    records: Sequence[Record]
+    limits: Mapping[str, str]
+
+
+class Content(NamedTuple):
+    """A table and the notes below it."""
+
+    title: str
+    columns: Sequence[Column]
+    sections: Sequence[Section]
+    notes: Sequence[str]
+
+
+_MANY_COLUMNS = 12
+
+VERIFIED = Column("bytes", lambda r: "[green]ok[/]" if r.verified else "[red]wrong[/]")
+
+
+def make(title: str, gap: int = 1) -> Table:
+    """An empty table in the style of all; `gap` is added to the one space between columns."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, gap, 0, 0),
+    )
+
+
+def show(content: Content, out: Console) -> None:
+    """Print the columns that the terminal is wide enough for, and the notes."""
+    columns = [column for column in content.columns if out.width >= column.from_width]
+    table = make(content.title, gap=1 if len(columns) < _MANY_COLUMNS else 0)
+    for number, column in enumerate(columns):
+        table.add_column(column.title, justify="left" if number == 0 else "right", no_wrap=True)
+    for section in content.sections:
+        for record in section.records:
+            table.add_row(*(column.cell(record) for column in columns))
+        table.add_section()
+        table.add_row(*(f"[dim]{section.limits.get(column.title, '')}" for column in columns))
+        table.add_section()
+    out.print(table)
+    for note in content.notes:
+        out.print(note, style="dim", markup=False, highlight=False)
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
+
+
+def milliseconds(value: float | None) -> str:
+    """From seconds."""
+    if value is None:
+        return ""
+    return (
+        f"{1e3 * value:.2f}" if abs(value) < 0.1 else f"{1e3 * value:.1f}" if abs(value) < 1 else f"{1e3 * value:.0f}"
+    )
