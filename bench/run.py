@@ -37,7 +37,10 @@ from bench.measure import Runner
 
 
 def measure(settings: BenchConfig, output: Path, out: Console) -> list[record.Record]:
-    """One run: write the files, measure, append the records to `output`, and return them. Raises BenchError."""
+    """One run: write the files, measure, append the records to `output`, and return them. Raises BenchError.
+
+    Records are appended as soon as they are complete, part by part (`config.parts`): an interrupt loses one part only.
+    """
     built = {name: loaders.build(name, options) for name, options in settings.loaders.items()}
     device, cuda_reason = _device(settings.device)
     cold = settings.cache.state == "cold"
@@ -48,14 +51,20 @@ def measure(settings: BenchConfig, output: Path, out: Console) -> list[record.Re
             for name in built
         ]
     else:
-        rows = _measure(settings, built, device, out)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as lines:
-        lines.writelines(row.to_json() + "\n" for row in rows)
+        return _measure(settings, built, device, output, out)
+    _append(output, rows)
     return rows
 
 
-def _measure(settings: BenchConfig, built: dict[str, Loader], device: str, out: Console) -> list[record.Record]:
+def _append(output: Path, rows: list[record.Record]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a", encoding="utf-8") as lines:
+        lines.writelines(row.to_json() + "\n" for row in rows)
+
+
+def _measure(
+    settings: BenchConfig, built: dict[str, Loader], device: str, output: Path, out: Console
+) -> list[record.Record]:
     cold = settings.cache.state == "cold"
     plan = files.choose(settings.storage, cuda=device.startswith("cuda"), cold=cold)
     plan = scenarios.plan(settings.scenario, plan, cold=cold)
@@ -80,7 +89,9 @@ def _measure(settings: BenchConfig, built: dict[str, Loader], device: str, out: 
 
         with files.written(plan, keep=settings.storage.keep_files) as written:
             for number, part in enumerate(parts):
-                rows += _measure_part(dataclasses.replace(settings, scenario=part), built, device, written, env, step)
+                done = _measure_part(dataclasses.replace(settings, scenario=part), built, device, written, env, step)
+                _append(output, done)
+                rows += done
                 bar.update(task, completed=(number + 1) * steps)
     return rows
 
@@ -191,7 +202,7 @@ def main() -> None:
         _fail(error, report.console())
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        report.console().print("interrupted; the test files are removed")
+        report.console().print("interrupted; the test files are removed, records of what was complete are kept")
         raise SystemExit(130) from None
 
 

@@ -71,3 +71,30 @@ def test_an_interrupted_run_leaves_no_files(tmp_path: Path, number: signal.Signa
     assert process.returncode in (130, -signal.SIGINT), output
     assert list(tmp_path.glob("gdsstream-bench-*")) == []
     assert "interrupted" in output
+
+
+def test_an_interrupted_run_keeps_what_was_complete(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    overrides = ["experiment=pipeline_smoke", "loader=[stream_staged]", "scenario.tokens=[16,32,64,128,256]"]
+    process = subprocess.Popen(
+        command(tmp_path, *overrides, "scenario.rounds=60", "scenario.max_seconds=3"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not rows.exists():
+            assert time.monotonic() < deadline, "no part was complete"
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert "interrupted" in output
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert 1 <= len(found) < 5
+    assert all(record.problems(row) == [] for row in found)
