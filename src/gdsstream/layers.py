@@ -32,7 +32,7 @@ from gdsstream.residency import Residency
 from gdsstream.schedule import Order
 from gdsstream.slots import Slot, SlotRing
 from gdsstream.sources import LayerSources
-from gdsstream.telemetry import Cause, Meter, StreamStats
+from gdsstream.telemetry import NOISE_S, Cause, Meter, StreamStats
 
 # What the host tier is chosen by before anything was measured: only the ratio matters.
 _ASSUMED_HOST_BYTES_PER_S = 50e9
@@ -257,7 +257,7 @@ class LayerStreamer:
             raise
         blocked = time.perf_counter() - waiting
         with self._lock:
-            if cause == "storage" and self._link_bound(blocked):
+            if cause == "storage" and blocked > NOISE_S and self._link_bound(blocked):
                 cause = "link"
             if timers is not None and cause is not None:
                 timers[1].record(stream)

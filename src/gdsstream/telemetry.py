@@ -24,7 +24,7 @@ Cause = Literal["storage", "link", "slots", "order"]
 Tier = Literal["resident", "host", "storage"]
 CAUSES: tuple[Cause, ...] = ("storage", "link", "slots", "order")
 # A wait that the scheduler or an event's own granularity explains is no stall.
-_NOISE_S = 20e-6
+NOISE_S = 20e-6
 
 
 @dataclass(slots=True)
@@ -179,11 +179,11 @@ class Meter:
 
 
 def _add_stall(stats: StreamStats, layer: int, cause: Cause, seconds: float) -> None:
-    if seconds < _NOISE_S:
+    if seconds < NOISE_S:
         return
     stats.stall_s += seconds
     stats.stall_s_by_cause[cause] += seconds
     stats.stall_s_by_layer[layer] = stats.stall_s_by_layer.get(layer, 0.0) + seconds
 
 
-__all__ = ["CAUSES", "Cause", "Meter", "StreamStats", "Tier"]
+__all__ = ["CAUSES", "NOISE_S", "Cause", "Meter", "StreamStats", "Tier"]
