@@ -133,12 +133,18 @@ def _interval(bounds: Sequence[float] | None) -> str:
 
 def _stall(record: Record, count: int) -> str:
     """Milliseconds that the consumer stood still, for each of `count`, and what most of it was due to."""
+    if "stall_s" not in record.figures:
+        return ""
     found = {cause: stats.median(record.figures[f"stall_{cause}_s"]) for cause in _STALLS}
     total = stats.median(record.figures["stall_s"])
     return f"{1e3 * total / count:.2f} {max(_STALLS, key=found.__getitem__)}" if total else "none"
 
 
-_HOST = Column("host us", lambda r: f"{stats.median(r.figures['host_us']):.0f}", 120)
+def _host(record: Record) -> str:
+    return f"{stats.median(record.figures['host_us']):.0f}" if "host_us" in record.figures else ""
+
+
+_HOST = Column("host us", _host, 120)
 
 
 def _ceiling(record: Record) -> str:

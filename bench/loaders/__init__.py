@@ -20,6 +20,7 @@ KINDS = {
     "instanttensor": ("bench.loaders.instanttensor", "InstantTensor"),
     "runai_streamer": ("bench.loaders.runai_streamer", "RunaiStreamer"),
     "kvikio": ("bench.loaders.kvikio", "Kvikio"),
+    "pinned_copies": ("bench.loaders.pinned_copies", "PinnedCopies"),
     "pread": ("bench.loaders.pread", "Pread"),
 }
 
