@@ -203,6 +203,18 @@ NB_MODULE(_native, m) {
         .def("drained", &Transfer::drained, Release())
         .def_prop_ro("nbytes", &Transfer::bytes);
 
+    nb::class_<Request>(m, "Request")
+        .def(
+            "__init__",
+            [](Request* self, std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
+               const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
+               const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint32_t groups) {
+                new (self) Request{std::move(files), std::move(file_lane),
+                                   to_extents(file, offset, bytes, target, group), groups};
+            },
+            nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("nbytes"),
+            nb::arg("target"), nb::arg("group"), nb::arg("groups"));
+
     nb::class_<Engine>(m, "Engine")
         .def(
             "__init__",
@@ -215,16 +227,11 @@ NB_MODULE(_native, m) {
             nb::arg("cpus"), nb::arg("lanes"))
         .def(
             "submit",
-            [](Engine& engine, std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
-               const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
-               const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint32_t groups,
-               std::uintptr_t stream) {
-                std::vector<Extent> extents = to_extents(file, offset, bytes, target, group);
+            [](Engine& engine, const Request& request, std::uintptr_t stream) {
                 const nb::gil_scoped_release release;
-                return engine.submit(std::move(files), std::move(file_lane), std::move(extents), groups, stream);
+                return engine.submit(request, stream);
             },
-            nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("nbytes"),
-            nb::arg("target"), nb::arg("group"), nb::arg("groups"), nb::arg("stream"))
+            nb::arg("request"), nb::arg("stream"))
         .def(
             "gather",
             [](Engine& engine, std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
@@ -232,7 +239,7 @@ NB_MODULE(_native, m) {
                std::uint64_t target, std::uintptr_t stream) {
                 const nb::gil_scoped_release release;
                 std::vector<Extent> extents = to_records(file, offset, record_bytes, target);
-                return engine.submit(std::move(files), std::move(file_lane), std::move(extents), 1, stream);
+                return engine.submit(Request{std::move(files), std::move(file_lane), std::move(extents), 1}, stream);
             },
             nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("record_bytes"),
             nb::arg("target"), nb::arg("stream"))
@@ -251,6 +258,7 @@ NB_MODULE(_native, m) {
             nb::arg("file"), nb::arg("windows") = nb::none(), nb::kw_only(), nb::arg("allow_copy") = false, Release())
         .def("close", &Engine::close, Release())
         .def("counters", &Engine::counters)
+        .def("ring_wait_us", &Engine::ring_wait_us)
         .def("take_notes", &Engine::take_notes)
         .def_prop_ro("device", &Engine::device)
         .def_prop_ro("forked", &Engine::forked);

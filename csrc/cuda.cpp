@@ -80,6 +80,7 @@ Loaded load() {
     resolve(library, "cuDevicePrimaryCtxRelease_v2", d.primary_release, missing);
     resolve(library, "cuCtxPushCurrent_v2", d.push_current, missing);
     resolve(library, "cuCtxPopCurrent_v2", d.pop_current, missing);
+    resolve(library, "cuCtxGetCurrent", d.get_current, missing);
     resolve(library, "cuCtxSetCurrent", d.set_current, missing);
     resolve(library, "cuStreamCreate", d.stream_create, missing);
     resolve(library, "cuStreamDestroy_v2", d.stream_destroy, missing);
@@ -237,10 +238,15 @@ bool Device::copying() const {
 }
 
 Device::Scope::Scope(const Device& device) {
+    ContextHandle current = nullptr;
+    // Nearly always it is: one call that is cheap instead of two that are not.
+    if (driver()->get_current(&current) == kSuccess && current == device.context_) return;
     check(driver()->push_current(device.context_), "making the context current");
+    pushed_ = true;
 }
 
 Device::Scope::~Scope() {
+    if (!pushed_) return;
     ContextHandle popped = nullptr;
     ignore(driver()->pop_current(&popped));
 }

@@ -30,6 +30,7 @@ struct Driver {
     Result (*primary_release)(DeviceHandle);
     Result (*push_current)(ContextHandle);
     Result (*pop_current)(ContextHandle*);
+    Result (*get_current)(ContextHandle*);
     Result (*set_current)(ContextHandle);
     Result (*stream_create)(StreamHandle*, unsigned);
     Result (*stream_destroy)(StreamHandle);
@@ -95,6 +96,9 @@ class Device {
         ~Scope();
         Scope(const Scope&) = delete;
         Scope& operator=(const Scope&) = delete;
+
+      private:
+        bool pushed_ = false;
     };
 
   private:

@@ -111,9 +111,9 @@ void Engine::check_usable() const {
     if (closed_) throw Error(ErrorKind::closed, "the engine is closed; open another one");
 }
 
-std::shared_ptr<Transfer> Engine::submit(std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
-                                         std::vector<Extent> extents, std::uint32_t groups, std::uintptr_t stream) {
+std::shared_ptr<Transfer> Engine::submit(Request request, std::uintptr_t stream) {
     check_usable();
+    auto& [files, file_lane, extents, groups] = request;
     if (groups == 0 || file_lane.size() != files.size()) {
         throw Error(ErrorKind::config, "a transfer needs at least one group, and a lane for each of its files");
     }
@@ -198,12 +198,9 @@ void Engine::note(const std::string& text) {
 
 std::vector<std::string> Engine::take_notes() {
     std::lock_guard lock(mutex_);
-    if (!shortfall_noted_ && shared_->ring != nullptr) {
-        const std::string shortfall = shared_->ring->shortfall();
-        if (!shortfall.empty()) {
-            shortfall_noted_ = true;
-            notes_.push_back("the staging ring stays smaller than staging_bytes: " + shortfall);
-        }
+    if (!shortfall_noted_ && shared_->ring != nullptr && shared_->ring->fell_short()) {
+        shortfall_noted_ = true;
+        notes_.push_back("the staging ring stays smaller than staging_bytes: " + shared_->ring->shortfall());
     }
     return std::exchange(notes_, {});
 }

@@ -26,6 +26,14 @@ struct EngineConfig {
     std::vector<LaneConfig> lanes;
 };
 
+// What one transfer reads. Can be submitted again and again.
+struct Request {
+    std::vector<std::shared_ptr<File>> files;
+    std::vector<std::uint32_t> file_lane;  // the lane that reads files[i]
+    std::vector<Extent> extents;
+    std::uint32_t groups = 1;
+};
+
 class Engine {
   public:
     // Throws Error(config | unavailable | cuda). Starts no thread and pins nothing yet.
@@ -34,10 +42,9 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // One transfer. `file_lane[i]` names the lane that reads files[i]; `stream` is the CUDA stream on which the targets
-    // were allocated or last used (ignored on the CPU). Throws Error(config | changed | closed | forked).
-    std::shared_ptr<Transfer> submit(std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
-                                     std::vector<Extent> extents, std::uint32_t groups, std::uintptr_t stream);
+    // One transfer. `stream` is the CUDA stream on which the targets were allocated or last used (ignored on the CPU).
+    // Throws Error(config | changed | closed | forked).
+    std::shared_ptr<Transfer> submit(Request request, std::uintptr_t stream);
 
     // Holds parts of a file in host memory (nullopt: all of it), registered for a GPU; `allow_copy`: as a pinned copy
     // where its own pages cannot be registered. Throws as File::map does.
@@ -53,6 +60,8 @@ class Engine {
 
     int device() const { return config_.device; }
     std::map<std::string, std::uint64_t> counters() const;
+    // One of the counters, without the locks that the others need: the readers hold those often.
+    std::uint64_t ring_wait_us() const { return shared_->counters.ring_wait_us; }
     // What did not go as asked (a smaller ring, no fixed buffers): each reason once.
     std::vector<std::string> take_notes();
 

@@ -75,6 +75,7 @@ bool StagingRing::grow(bool always) {
         // Slower with fewer slots, but it works: remembered, and reported once.
         max_segments_ = segments_.size();
         shortfall_ = error.what();
+        fell_short_ = true;
         return false;
     }
     std::lock_guard lock(mutex_);

@@ -53,6 +53,8 @@ class StagingRing {
     std::size_t slots_not_held() const;
     // Why the ring stayed smaller than its limit, or "".
     std::string shortfall() const;
+    // Whether `shortfall` has anything to say; takes no lock.
+    bool fell_short() const { return fell_short_; }
 
   private:
     struct Segment {
@@ -76,6 +78,7 @@ class StagingRing {
     std::mutex grow_mutex_;
     std::size_t max_segments_;
     std::string shortfall_;
+    std::atomic<bool> fell_short_{false};
     std::vector<std::unique_ptr<Segment>> segments_;
     std::vector<Slot*> free_;    // last in, first out: the slot used last is the one still in the cache
     std::deque<Slot*> copying_;  // in the order of their copies, on one stream

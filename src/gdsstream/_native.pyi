@@ -123,6 +123,21 @@ class Transfer:
     @property
     def nbytes(self) -> int: ...
 
+class Request:
+    """What one transfer reads; can be submitted again and again."""
+
+    def __init__(
+        self,
+        files: Sequence[File],
+        file_lane: Sequence[int],
+        file: NDArray[np.int32],
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        target: NDArray[np.uint64],
+        group: NDArray[np.int32],
+        groups: int,
+    ) -> None: ...
+
 class Engine:
     """Lanes, a staging ring and a sink. `device` is a CUDA ordinal, or negative for CPU memory."""
 
@@ -136,18 +151,7 @@ class Engine:
         cpus: Sequence[int],
         lanes: Sequence[Lane],
     ) -> None: ...
-    def submit(
-        self,
-        files: Sequence[File],
-        file_lane: Sequence[int],
-        file: NDArray[np.int32],
-        offset: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        target: NDArray[np.uint64],
-        group: NDArray[np.int32],
-        groups: int,
-        stream: int,
-    ) -> Transfer: ...
+    def submit(self, request: Request, stream: int) -> Transfer: ...
     def gather(
         self,
         files: Sequence[File],
@@ -170,6 +174,7 @@ class Engine:
 
     def close(self) -> None: ...
     def counters(self) -> dict[str, int]: ...
+    def ring_wait_us(self) -> int: ...
     def take_notes(self) -> list[str]: ...
     @property
     def device(self) -> int: ...

@@ -275,12 +275,12 @@ class LayerStreamer:
             if self._closed:
                 return
             self._ring.release(lease.held)
-            self._residency.issue_ahead()
+            self._residency.released()
             self._meter.spent(time.perf_counter() - started)
 
     def _link_bound(self, blocked_s: float) -> bool:
         """Whether readers waited for staging slots, and so for the link, for most of the time that we were blocked."""
-        waited = int(self._sources.engine.stats().get("ring_wait_us", 0))
+        waited = self._sources.engine.ring_wait_us()
         waited, self._ring_wait_us = waited - self._ring_wait_us, waited
         return waited > 0.5e6 * blocked_s and waited > 0
 

@@ -50,6 +50,7 @@ class Residency:
         self._schedule = Schedule(self.order, len(resident), self._depth, start=step, resident=resident)
         self.position = step
         self._issued = step
+        self._blocked = False  # whether the next read waits for a slot to be released
 
     def next_layer(self) -> int | None:
         """What the order says is used next; None at the end of a finite one."""
@@ -94,8 +95,15 @@ class Residency:
         next_to = planned.fetch and planned.after == step - 1 and step > 0
         return slot, self._account(slot, layer, next_to=next_to, out_of_order=out_of_order)
 
+    def released(self) -> None:
+        """Start what waited for a slot: a lease has ended."""
+        self._blocked = False
+        self.issue_ahead()
+
     def issue_ahead(self) -> None:
         """Start every read whose slot is free by now, in the order of use."""
+        if self._blocked:
+            return
         step = max(self._issued, self.position)
         # Beyond so many uses nothing can be issued: each read ahead takes a slot.
         limit = self.position + 2 * len(self._ring.slots) + 2
@@ -106,6 +114,7 @@ class Residency:
                 break
             if planned.fetch and not self._ring.slots[planned.slot].holds(planned.layer, None):
                 if not self._is_free(planned):
+                    self._blocked = True
                     break
                 try:
                     self._begin(self._ring.slots[planned.slot], planned.layer, None, "ahead")

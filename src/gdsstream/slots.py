@@ -68,6 +68,7 @@ class Slot:
     issued: Issued = None
     baseline_use_count: int = 0  # what `use_count` is when nobody else has views
     _views: dict[tuple[Placement, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
+    _views_of_layer: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     _typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,12 +90,16 @@ class Slot:
 
     def views_of(self, layout: LayerLayout) -> dict[str, torch.Tensor]:
         """A layer's tensors in this slot; made once for all layers that are laid out alike."""
+        views = self._views_of_layer.get(layout.index)
+        if views is not None:
+            return views
         views = self._views.get(layout.signature)
         if views is None:
             before = self.use_count()
             views = {name: _view(self.memory, placement) for name, placement in layout.placements.items()}
             self._views[layout.signature] = views
             self.baseline_use_count += self.use_count() - before
+        self._views_of_layer[layout.index] = views  # a signature is long to hash
         return views
 
     def typed_memory(self, dtype: torch.dtype) -> torch.Tensor:
@@ -111,6 +116,7 @@ class Slot:
         self.transfer = None
         for views in self._views.values():
             views.clear()
+        self._views_of_layer.clear()
         self._typed.clear()
         self.memory = self.memory.new_empty(0)
 

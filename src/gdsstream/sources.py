@@ -19,7 +19,7 @@ from gdsstream.config import StreamConfig
 from gdsstream.devices import on_stream
 from gdsstream.engine import Engine, Transfer, open_engine
 from gdsstream.engine.base import SourceFile
-from gdsstream.engine.native import NativeEngine
+from gdsstream.engine.native import NativeEngine, Request
 from gdsstream.errors import ConfigError, MemoryBudgetError
 from gdsstream.layout import LayerLayout
 from gdsstream.plan import ReadPlan
@@ -45,7 +45,10 @@ class LayerSources:
         self._all_host = config.backend == "mapped"
         self._budget = config.host_cache_bytes
         self.engine = _open(checkpoint, device, config)
-        self._plans: dict[tuple[int, frozenset[int] | None], ReadPlan] = {}
+        self._plans: dict[int, ReadPlan] = {}
+        self._nbytes: dict[int, int] = {}
+        # By layer and by the slot's address: nothing is worked out twice in the loop.
+        self._requests: dict[tuple[int, int], Request] = {}
         self._sources: list[_Source] = []
         try:
             files: Sequence[SourceFile] = checkpoint.files
@@ -92,36 +95,52 @@ class LayerSources:
                 except MemoryBudgetError as error:
                     raise MemoryBudgetError(f"layer {layer} does not fit into the host tier: {error}") from error
             self._sources[layer] = _Source(opened, source.numbers, host=True)
+            self._requests = {key: request for key, request in self._requests.items() if key[0] != layer}
 
     def nbytes(self, layer: int, experts: frozenset[int] | None = None) -> int:
         """Bytes that reading the layer moves."""
-        return self._plan(layer, experts).total_bytes
+        if experts is not None:
+            return self._plan(layer, experts).total_bytes
+        found = self._nbytes.get(layer)
+        if found is None:
+            found = self._nbytes[layer] = self._plan(layer, None).total_bytes
+        return found
 
     def submit(self, layer: int, experts: frozenset[int] | None, memory: torch.Tensor, stream: int | None) -> Transfer:
         """Start to read a layer into `memory`, behind `stream` (a handle; None on the CPU). Raises as Engine.submit."""
-        plan = self._plan(layer, experts)
-        files = self._sources[layer].files
-        if isinstance(self.engine, NativeEngine):
-            targets = plan.buffer_offset.astype(np.uint64) + np.uint64(memory.data_ptr())
-            return self.engine.submit_to(files, plan, targets, keep=(memory,), stream=stream)
+        engine = self.engine
+        if isinstance(engine, NativeEngine):
+            key = (layer, memory.data_ptr())
+            request = self._requests.get(key) if experts is None else None
+            if request is None:
+                plan = self._plan(layer, experts)
+                targets = plan.buffer_offset.astype(np.uint64) + np.uint64(key[1])
+                request = engine.request(self._sources[layer].files, plan, targets)
+                if experts is None:
+                    self._requests[key] = request
+            return engine.submit_request(request, (memory,), stream)
+        plan, files = self._plan(layer, experts), self._sources[layer].files
         if stream is None:
-            return self.engine.submit(files, plan, [memory])
-        with on_stream(self.engine.device, stream):
-            return self.engine.submit(files, plan, [memory])
+            return engine.submit(files, plan, [memory])
+        with on_stream(engine.device, stream):
+            return engine.submit(files, plan, [memory])
 
     def close(self) -> None:
         """Close the engine, and with it the host tier."""
         self.engine.close()
         self._sources.clear()
+        self._requests.clear()
 
     def _plan(self, layer: int, experts: frozenset[int] | None) -> ReadPlan:
-        plan = self._plans.get((layer, experts))
+        # Of subsets there are too many to keep.
+        plan = self._plans.get(layer) if experts is None else None
         if plan is None:
             layout = self._layouts[layer]
             plan = layout.plan if experts is None else layout.plan_experts(experts)
             numbers = np.array(self._sources[layer].numbers, dtype=np.int32)
             plan = replace(plan, file=np.searchsorted(numbers, plan.file).astype(np.int32))
-            self._plans[layer, experts] = plan
+            if experts is None:
+                self._plans[layer] = plan
         return plan
 
 

@@ -23,6 +23,8 @@ from gdsstream import _native
 Cause = Literal["storage", "link", "slots", "order"]
 Tier = Literal["resident", "host", "storage"]
 CAUSES: tuple[Cause, ...] = ("storage", "link", "slots", "order")
+# So many waits are read at once: the first costs a thread that slept for a layer ten times what the others do.
+_READ_AT_ONCE = 8
 # A wait that the scheduler or an event's own granularity explains is no stall.
 NOISE_S = 20e-6
 
@@ -140,7 +142,8 @@ class Meter:
 
     def take_timers(self, make: Callable[[], _native.Fence | None]) -> tuple[_native.Fence, _native.Fence] | None:
         """Two fences for `waited`, used ones where there are any; None without a GPU."""
-        self._collect()
+        if len(self._waits) >= _READ_AT_ONCE:
+            self._collect()
         pair = []
         for _ in range(2):
             timer = self._spare.pop() if self._spare else make()

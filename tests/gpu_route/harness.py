@@ -140,7 +140,7 @@ class Bare:
 
     def submit(self, extents: Sequence[Extent], *, stream: int = 0) -> _native.Transfer:
         table = np.array(extents, dtype=np.int64).reshape(-1, 4)
-        return self.engine.submit(
+        request = _native.Request(
             [self.file],
             [0],
             np.zeros(len(table), dtype=np.int32),
@@ -149,8 +149,8 @@ class Bare:
             np.ascontiguousarray(table[:, 2]).astype(np.uint64),
             np.ascontiguousarray(table[:, 3]).astype(np.int32),
             max((extent.group for extent in extents), default=0) + 1,
-            stream,
         )
+        return self.engine.submit(request, stream)
 
     def read(self, out: torch.Tensor, offset: int = 0, *, stream: int = 0) -> _native.Transfer:
         """Start to fill `out` with the file's bytes from `offset` on."""

@@ -192,7 +192,7 @@ class Client {
             engine_.map(*files[number], windows, true);
             lanes[number] = kMappedLane;
         }
-        job.transfer = engine_.submit(std::move(files), lanes, std::move(extents), job.groups, 0);
+        job.transfer = engine_.submit(Request{std::move(files), lanes, std::move(extents), job.groups}, 0);
         return job;
     }
 

@@ -61,6 +61,14 @@ class OpenFile(NamedTuple):
     lane: int
 
 
+class Request(NamedTuple):
+    """What `submit_request` reads, made ready once: files that are open, and addresses that somebody vouches for."""
+
+    native: _native.Request
+    lanes: frozenset[int]
+    groups: int
+
+
 class NativeTransfer(Transfer):
     """A transfer of the native engine; see base.Transfer."""
 
@@ -224,9 +232,12 @@ class NativeEngine(Engine):
     ) -> NativeTransfer:
         """As `submit`, to addresses that the caller vouches for; `keep` owns them. Bytes are written after what is now
         queued on `stream`, a handle; None is the current stream."""
+        return self.submit_request(self.request(files, plan, targets), keep, stream)
+
+    def request(self, files: Sequence[SourceFile], plan: Extents, targets: NDArray[np.uint64]) -> Request:
+        """Make ready what `submit_to` takes, for those who submit it again and again. Raises as `open` does."""
         opened = self.open(files)
-        self._sweep()
-        native = self._native.submit(
+        native = _native.Request(
             [file.native for file in opened],
             [file.lane for file in opened],
             plan.file,
@@ -235,9 +246,15 @@ class NativeEngine(Engine):
             targets,
             plan.group,
             plan.num_groups,
-            current_stream(self.device) if stream is None else stream,
         )
-        return self._started(native, plan.num_groups, opened, keep)
+        return Request(native, _lanes_of(opened), plan.num_groups)
+
+    def submit_request(self, request: Request, keep: Sequence[object], stream: int | None = None) -> NativeTransfer:
+        """As `submit_to`."""
+        self.check_usable()
+        self._sweep()
+        native = self._native.submit(request.native, current_stream(self.device) if stream is None else stream)
+        return self._started(native, request.groups, request.lanes, keep)
 
     def gather(
         self,
@@ -262,13 +279,13 @@ class NativeEngine(Engine):
             out.data_ptr(),
             current_stream(self.device),
         )
-        return self._started(native, 1, opened, [out])
+        return self._started(native, 1, _lanes_of(opened), [out])
 
     def _started(
-        self, native: _native.Transfer, groups: int, opened: Sequence[OpenFile], keep: Sequence[object]
+        self, native: _native.Transfer, groups: int, lanes: frozenset[int], keep: Sequence[object]
     ) -> NativeTransfer:
         self._transfers += 1
-        self._lanes_used.update(_HOST_COPY if file.native.host_copy else file.lane for file in opened)
+        self._lanes_used |= lanes
         return NativeTransfer(self, native, groups, keep)
 
     def quarantine(self, native: _native.Transfer, keep: Sequence[object]) -> None:
@@ -308,6 +325,9 @@ class NativeEngine(Engine):
         counters: dict[str, int | float] = dict(self._native.counters())
         counters["bytes"] = counters["copied_bytes"] or counters["read_bytes"]
         return {**counters, "transfers": self._transfers, "quarantined": len(self._quarantined)}
+
+    def ring_wait_us(self) -> int:
+        return self._native.ring_wait_us()
 
     def report_notes(self) -> None:
         """Log once what did not go as asked but works: a smaller ring, no fixed buffers."""
@@ -364,6 +384,10 @@ def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
         "registered page cache",
         "pinned copy in host memory",
     ]
+
+
+def _lanes_of(opened: Sequence[OpenFile]) -> frozenset[int]:
+    return frozenset(_HOST_COPY if file.native.host_copy else file.lane for file in opened)
 
 
 def _open(file: SourceFile) -> _native.File:
