@@ -158,6 +158,9 @@ NB_MODULE(_native, m) {
               return cut(to_extents(file, offset, bytes, target, group), task_bytes, alignment, read_bytes, ramp_tasks);
           });
 
+    // Torch never frees an autograd graph that is alive when the interpreter exits, nor what it refers to.
+    nb::set_leak_warnings(false);
+
     nb::class_<File>(m, "File", nb::is_weak_referenceable())
         .def(nb::new_([](std::string path,
                          std::tuple<std::uint64_t, std::uint64_t, std::int64_t, std::int64_t, std::int64_t> stamp) {

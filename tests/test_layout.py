@@ -63,6 +63,15 @@ def test_the_layers_with_the_most_tensors_are_found() -> None:
     assert find_pattern(names) == "h.{i}."
 
 
+def test_the_pattern_is_the_one_whose_layers_are_alike() -> None:
+    tower = [f"visual.blocks.{i}.{part}.weight" for i in range(9) for part in ("qkv", "proj", "fc1", "fc2")]
+    text = [f"model.layers.{i}.{part}.weight" for i in range(4) for part in ("q_proj", "o_proj", "fc1")]
+    names = [*tower, *text]
+    assert find_pattern(names) == find_pattern(names, ["other.weight"]) == "visual.blocks.{i}."
+    assert find_pattern(names, ["q_proj.weight", "o_proj.weight", "fc1.weight"]) == "model.layers.{i}."
+    assert find_pattern(names, ["fc1.weight", "fc2.weight"]) == "visual.blocks.{i}."
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

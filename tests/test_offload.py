@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from offload_support import assert_free, assert_same_step, deterministic, offloaded, step, twins
+from support import run_python
 from torch import nn
 from toy_moe import ToyLayer, ToyModel, assert_equal, gradients, save, tokens, toy_model
 
@@ -386,3 +387,16 @@ def count_tensors() -> int:
 
     gc.collect()
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def test_the_interpreter_exits_with_a_graph_alive(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from offload_support import offload, twins
+from toy_moe import tokens
+model, twin = twins(Path(sys.argv[1]), 3)
+handle = offload(model.layers, sys.argv[1], device="cpu")
+loss = model(tokens())
+"""
+    assert run_python(code, tmp_path) == ("", "")

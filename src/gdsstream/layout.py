@@ -100,9 +100,12 @@ class LayerLayout:
         return build_plan(rows, self.plan.buffer_bytes, tuple(self.placements.values()))
 
 
-def find_pattern(names: Iterable[str]) -> str:
-    """The pattern, such as "model.layers.{i}.", under which most of the tensors lie. Raises ConfigError."""
+def find_pattern(names: Iterable[str], inside: Iterable[str] = ()) -> str:
+    """The pattern, such as "model.layers.{i}.", whose layers have the most of the names `inside`; of several (or
+    without such names) the one under which most of the tensors lie. Raises ConfigError."""
     counts: Counter[str] = Counter()
+    alike: Counter[str] = Counter()
+    wanted = frozenset(inside)
     indices: dict[str, set[int]] = {}
     for name in names:
         match = _NUMBER.search(name)
@@ -110,12 +113,14 @@ def find_pattern(names: Iterable[str]) -> str:
             pattern = name[: match.start()] + ".{i}."
             counts[pattern] += 1
             indices.setdefault(pattern, set()).add(int(match[1]))
+            if name[match.end() :] in wanted:
+                alike[pattern] += 1
     if not counts:
         raise ConfigError(
             'no tensor name has a number in it, as "model.layers.0.weight" has; pass layers= as a pattern with {i}, or '
             "as a mapping of layer numbers to names"
         )
-    return max(counts, key=lambda pattern: (counts[pattern], len(indices[pattern])))
+    return max(counts, key=lambda each: (alike[each] / len(indices[each]), counts[each], len(indices[each])))
 
 
 def layer_layouts(

@@ -40,7 +40,7 @@ from gdsstream.guards import Undo, guard, set_attribute
 from gdsstream.layers import LayerStreamer
 from gdsstream.layout import Fuse, find_pattern
 from gdsstream.lending import Dequantize, Hold, LayerWeights, Lending, Served
-from gdsstream.matching import Options, Rename
+from gdsstream.matching import Options, Rename, bare
 from gdsstream.plan import Fused
 from gdsstream.residents import load_residents, settle
 from gdsstream.saved import hooks_on_top, saving
@@ -108,7 +108,10 @@ def offload(
     hooks_on_top()
     with torch.inference_mode(False):  # slots outlive it
         source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
-        pattern = find_pattern(source.tensors) if prefix is None else prefix
+        pattern = prefix
+        if pattern is None:
+            inside = [bare(name) for name, _ in layers[0].named_parameters()]
+            pattern = find_pattern(source.tensors, inside)
         target = parse_device(device)
         binding = bind(layers, model, source, pattern, Options(resident, rename, fuse, dequantize is not None))
         settings = merge(config, knobs)
