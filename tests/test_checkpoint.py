@@ -509,8 +509,8 @@ def test_100_000_tensors_take_a_moment(tmp_path: Path) -> None:
     path.write_bytes(pack(header, 1_600_000))
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         checkpoint = Checkpoint.open(path)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert checkpoint.offset_keys() == list(header)
     assert min(seconds) < 2  # 0.3 to 0.4 s on an idle core; a mistake that makes it quadratic takes minutes

@@ -18,6 +18,7 @@ NAMES = {
     "OffloadHandle",
     "Order",
     "PendingSave",
+    "ShardDataset",
     "StreamConfig",
     "StreamStats",
     "Transfer",

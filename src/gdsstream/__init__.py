@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gdsstream.offloading import OffloadHandle, offload
     from gdsstream.save import PendingSave, save_file, save_file_async
     from gdsstream.schedule import Order
+    from gdsstream.shards import ShardDataset
     from gdsstream.telemetry import StreamStats
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _HOME = {
     "OffloadHandle": "gdsstream.offloading",
     "Order": "gdsstream.schedule",
     "PendingSave": "gdsstream.save",
+    "ShardDataset": "gdsstream.shards",
     "StreamConfig": "gdsstream.config",
     "StreamStats": "gdsstream.telemetry",
     "Transfer": "gdsstream.engine",
@@ -57,6 +59,7 @@ __all__ = [
     "OffloadHandle",
     "Order",
     "PendingSave",
+    "ShardDataset",
     "StreamConfig",
     "StreamStats",
     "Transfer",

@@ -20,6 +20,9 @@ GdsStreamError
 │   └── TransferCancelledError            the transfer was cancelled before it was complete
 ├── LeaseError (RuntimeError)             a lease used after its release, or no slot left to lease
 ├── OffloadError (RuntimeError)           a module or an operation that cannot be offloaded, or not like this
+├── DatasetError (ValueError)             the shards are no dataset: none, disagreeing, or not decodable
+├── LoaderStateError (ValueError)         a loader's state that belongs to another dataset or order
+├── TransformError (RuntimeError)         a transform or collate_fn of the caller raised
 └── MemoryBudgetError (MemoryError)       staging, host cache or device memory does not suffice
 
 Each message says what happened, where (file, tensor, offset) and what to do about it.
@@ -130,6 +133,18 @@ class OffloadError(GdsStreamError, RuntimeError):
     """A module or an operation cannot be offloaded, or not like this."""
 
 
+class DatasetError(GdsStreamError, ValueError):
+    """Shards that are no dataset: there are none, they disagree, or one cannot be decoded."""
+
+
+class LoaderStateError(GdsStreamError, ValueError):
+    """A loader's state that belongs to another dataset, seed or order."""
+
+
+class TransformError(GdsStreamError, RuntimeError):
+    """A transform or collate_fn raised; its own exception is the cause."""
+
+
 class MemoryBudgetError(GdsStreamError, MemoryError):
     """Staging memory, host cache or device memory does not suffice for the request."""
 
@@ -140,6 +155,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ConfigError",
     "CudaError",
+    "DatasetError",
     "DtypeError",
     "EngineClosedError",
     "EngineError",
@@ -148,12 +164,14 @@ __all__ = [
     "GdsStreamError",
     "HeaderError",
     "LeaseError",
+    "LoaderStateError",
     "MemoryBudgetError",
     "OffloadError",
     "ReadError",
     "ShortReadError",
     "TensorNotFoundError",
     "TransferCancelledError",
+    "TransformError",
     "TruncatedFileError",
     "WriteError",
 ]

@@ -10,7 +10,7 @@ duplicate names, a header that starts with anything but `{`, a tensor described 
 dimension or size beyond 2**63 - 1. Unknown fields of a tensor are ignored, as safetensors does.
 
 Speed counts, since models of many experts have 100,000 tensors: while the JSON is parsed, `pairs` turns each
-well-formed entry into a tuple, so the loop in `_specs` looks at plain values, and only what is unusual takes the
+well-formed entry into a tuple, so the loop in `checked_specs` looks at plain values, and only what is unusual takes the
 longer way through `_entry`, which knows how to name what is wrong. Specs come in the order of their bytes.
 """
 
@@ -205,7 +205,7 @@ def _read_header(path: str) -> tuple[FileStamp, bytes]:
         return stamp, first[_LENGTH_BYTES:end] + rest
 
 
-def _parse(path: str, raw: bytes) -> dict[str, Any]:
+def parse_table(path: str, raw: bytes) -> dict[str, Any]:
     """A JSON object, refusing what Python's parser lets pass and a strict one would not. Entries become `_Entry`s."""
 
     def pairs(items: list[tuple[str, Any]]) -> Any:
@@ -252,7 +252,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: str, name: str, value: object) -> _Entry:
-    """What `_parse` left as it was: an entry with unknown fields, or one to refuse."""
+    """What `parse_table` left as it was: an entry with unknown fields, or one to refuse."""
     at = f"{path}: tensor {quote(name)}"
     if not isinstance(value, dict):
         raise HeaderError(f"{at} has to be an object with dtype, shape and data_offsets, not {quote(value)}")
@@ -277,7 +277,7 @@ def _entry(path: str, name: str, value: object) -> _Entry:
     raise HeaderError(f"{at}: the JSON is nested deeper than {_MAX_DEPTH} levels")
 
 
-def _specs(path: str, header: dict[str, Any], file: int, data_start: int) -> list[TensorSpec]:
+def checked_specs(path: str, header: dict[str, Any], file: int, data_start: int) -> list[TensorSpec]:
     """The tensors of a header, checked, in the order of their bytes, which they tile."""
     specs: list[TensorSpec] = []
     add, known, size_limit = specs.append, DTYPES, _MAX_SIZE
@@ -341,14 +341,14 @@ def _sort(path: str, specs: list[TensorSpec], data_start: int) -> None:
 def read_file(path: str, file: int) -> tuple[CheckpointFile, list[TensorSpec]]:
     """One file's header as specs in the order of their bytes."""
     stamp, raw = _read_header(path)
-    header = _parse(path, raw)
+    header = parse_table(path, raw)
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         raise HeaderError(f"{path}: __metadata__ has to map strings to strings, not {quote(metadata)}")
     data_start = _LENGTH_BYTES + len(raw)
-    specs = _specs(path, header, file, data_start)
+    specs = checked_specs(path, header, file, data_start)
     end = specs[-1].offset + specs[-1].nbytes if specs else data_start
     if end > stamp.size:
         cut = next(spec for spec in specs if spec.offset + spec.nbytes > stamp.size)
@@ -372,7 +372,7 @@ def read_index(path: str) -> dict[str, dict[str, None]]:
         if stamp.size > MAX_HEADER_BYTES:
             raise HeaderError(f"{path} has {stamp.size} bytes, more than an index can have ({MAX_HEADER_BYTES})")
         raw = _pread(descriptor, path, stamp.size, 0) if stamp.size else b""
-    weight_map = _parse(path, raw).get("weight_map")
+    weight_map = parse_table(path, raw).get("weight_map")
     if not isinstance(weight_map, dict):
         raise HeaderError(f"{path}: an index has to have a weight_map from tensor names to file names")
     shards: dict[str, dict[str, None]] = {}
@@ -391,6 +391,8 @@ __all__ = [
     "FileStamp",
     "PathLike",
     "TensorSpec",
+    "checked_specs",
+    "parse_table",
     "quote",
     "read_file",
     "read_index",

@@ -1,0 +1,120 @@
+"""Which files are the shards of a dataset, and in which order: a directory, a glob, a file or a list of files."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from gdsstream.errors import CheckpointError, ConfigError, DatasetError
+from gdsstream.header import FileStamp, PathLike, status_of
+from gdsstream.shard_formats import EXTENSIONS, FORMATS
+
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz", ".npz")
+
+
+class ShardPath(NamedTuple):
+    """A file that is to be a shard, and its state when it was found."""
+
+    path: str  # absolute
+    stamp: FileStamp
+
+
+def find_shards(path: PathLike | Sequence[PathLike], format: str | None = None) -> tuple[list[ShardPath], str]:
+    """The shards in their order, and the name of their one format.
+
+    A directory's shards are the files in it whose extension is one of the format's (without `format`: of any format);
+    they and the matches of a glob come in natural order (shard-2 before shard-10), a list in its own. Other files of a
+    directory, and all whose names begin with a dot, are none of the dataset. Of a path or glob that names a file,
+    `format` decides whatever its extension is.
+
+    Raises DatasetError where there is no shard, or shards of several formats; CheckpointNotFoundError and
+    CheckpointError for a path that does not exist or is no file; ConfigError for what is no path.
+    """
+    if isinstance(path, str | os.PathLike):
+        name = _absolute(path)
+        if os.path.isdir(name):
+            names = _in_directory(name, format)
+        elif glob.has_magic(name) and not os.path.lexists(name):
+            names = sorted((each for each in glob.glob(name, recursive=True) if not os.path.isdir(each)), key=natural)
+            if not names:
+                raise DatasetError(f"nothing matches {name}; check the pattern")
+        else:
+            names = [name]
+    elif isinstance(path, Iterable) and not isinstance(path, bytes):
+        names = [_absolute(each) for each in path]
+        if not names:
+            raise DatasetError("the list of shards is empty; name at least one file")
+    else:
+        raise ConfigError(f"a dataset is a path, a glob or a list of files, not {type(path).__name__}")
+    found = [ShardPath(each, _stamp(each)) for each in names]
+    return found, format or _one_format(names)
+
+
+def natural(path: str) -> list[str | int]:
+    """A key that sorts numbers in names by their value."""
+    # Every other part is a number, so that numbers only meet numbers.
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", path))]
+
+
+def _absolute(path: PathLike) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a shard's path is a string or os.PathLike, not {type(path).__name__}")
+    name = os.fsdecode(path)
+    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+
+
+def _in_directory(directory: str, format: str | None) -> list[str]:
+    try:
+        files = [name for name in os.listdir(directory) if not name.startswith(".")]
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be listed: {error.strerror}; check its mode and owner") from error
+    wanted = [name for name in files if EXTENSIONS.get(_extension(name)) in ((format,) if format else FORMATS)]
+    if not wanted:
+        packed = next((name for name in sorted(files) if name.endswith(_COMPRESSED)), None)
+        hint = (
+            f"{packed} is compressed: decompress it, since records are read in place"
+            if packed
+            else (f"it has {len(files)} other file(s), {sorted(files)[0]} for one" if files else "it is empty")
+        )
+        extensions = [extension for extension, name in EXTENSIONS.items() if format in (None, name)]
+        raise DatasetError(f"{directory} has no shard ({', '.join(extensions)}); {hint}")
+    return [os.path.join(directory, name) for name in sorted(wanted, key=natural)]
+
+
+def _one_format(names: Sequence[str]) -> str:
+    first: dict[str, str] = {}
+    for name in names:
+        kind = EXTENSIONS.get(_extension(name))
+        if kind is None:
+            if name.endswith(_COMPRESSED):
+                raise DatasetError(f"{name} is compressed: decompress it, since records are read in place")
+            raise DatasetError(f"{name}: the extension tells no format; give one, format={FORMATS[0]!r} or the like")
+        first.setdefault(kind, name)
+    if len(first) > 1:
+        (kind, path), (other, odd) = list(first.items())[:2]
+        raise DatasetError(
+            f"shards of several formats: {path} is {kind}, {odd} is {other}; choose one with format=, or with a glob"
+        )
+    return next(iter(first))
+
+
+def _extension(name: str) -> str:
+    _, dot, extension = name.rpartition("/")[2].rpartition(".")
+    return (dot + extension).lower()
+
+
+def _stamp(path: str) -> FileStamp:
+    status = status_of(path)
+    if not stat.S_ISREG(status.st_mode):
+        what = (
+            "a directory; name the files in it, or open it alone" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        )
+        raise CheckpointError(f"{path} is {what}; a shard is a file")
+    return FileStamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+__all__ = ["ShardPath", "find_shards", "natural"]
