@@ -1,5 +1,6 @@
 #include "sink.hpp"
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <utility>
@@ -9,6 +10,9 @@
 namespace gdsstream {
 
 namespace {
+
+// Questions in a row that fail until a context counts as gone.
+constexpr unsigned kGoneAfter = 20;
 
 class CudaSink : public Sink {
   public:
@@ -73,9 +77,12 @@ class CudaSink : public Sink {
     bool idle() override {
         try {
             const cuda::Device::Scope scope(*device_);
-            return !device_->copying();
+            const bool copying = device_->copying();
+            failures_ = 0;
+            return !copying;
         } catch (const Error&) {
-            return true;
+            // One failure says nothing about the copies; a context that is gone fails for good, and so do they.
+            return ++failures_ > kGoneAfter;
         }
     }
 
@@ -84,6 +91,7 @@ class CudaSink : public Sink {
     cuda::EventPool events_;
     std::mutex mutex_;
     unsigned channel_ = 0;
+    std::atomic<unsigned> failures_ = 0;  // of `idle`, one after the other
 };
 
 class CpuSink : public Sink {

@@ -148,7 +148,7 @@ def an_event_fails_at_any_call(fake: StandIn, folder: Path) -> None:
 
 @scenario(delays_us=(300,), limit_s=60)
 def a_wait_or_copy_fails_at_any_call(fake: StandIn, folder: Path) -> None:
-    sweep(fake, folder, ["cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2"], [0, 1, 2, 3, 5, 8, 13, 30])
+    sweep(fake, folder, ["cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2", "cuStreamQuery"], [0, 1, 2, 3, 5, 8, 13, 30])
 
 
 # A context that cannot be made current leaves an event behind, as there is no other way to destroy it.
