@@ -12,13 +12,16 @@ from gdsstream import _native, errors
 
 NAMES = {
     "Engine",
+    "Jagged",
     "LayerStreamer",
     "LayerwiseAccumulation",
     "Lease",
+    "LoaderStats",
     "OffloadHandle",
     "Order",
     "PendingSave",
     "ShardDataset",
+    "ShardLoader",
     "StreamConfig",
     "StreamStats",
     "Transfer",

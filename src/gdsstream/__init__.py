@@ -13,12 +13,15 @@ from gdsstream.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from gdsstream.accumulate import LayerwiseAccumulation
+    from gdsstream.batches import Jagged
     from gdsstream.config import StreamConfig
     from gdsstream.engine import Engine, Transfer, open_engine
     from gdsstream.handle import safe_open
     from gdsstream.layers import LayerStreamer
     from gdsstream.lease import Lease
     from gdsstream.load import load_file, read_many, release_engines
+    from gdsstream.loader import ShardLoader
+    from gdsstream.loader_stats import LoaderStats
     from gdsstream.nf4 import dequantize_nf4
     from gdsstream.offloading import OffloadHandle, offload
     from gdsstream.save import PendingSave, save_file, save_file_async
@@ -30,13 +33,16 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Engine": "gdsstream.engine",
+    "Jagged": "gdsstream.batches",
     "LayerStreamer": "gdsstream.layers",
     "LayerwiseAccumulation": "gdsstream.accumulate",
     "Lease": "gdsstream.lease",
+    "LoaderStats": "gdsstream.loader_stats",
     "OffloadHandle": "gdsstream.offloading",
     "Order": "gdsstream.schedule",
     "PendingSave": "gdsstream.save",
     "ShardDataset": "gdsstream.shards",
+    "ShardLoader": "gdsstream.loader",
     "StreamConfig": "gdsstream.config",
     "StreamStats": "gdsstream.telemetry",
     "Transfer": "gdsstream.engine",
@@ -53,13 +59,16 @@ _HOME = {
 
 __all__ = [
     "Engine",
+    "Jagged",
     "LayerStreamer",
     "LayerwiseAccumulation",
     "Lease",
+    "LoaderStats",
     "OffloadHandle",
     "Order",
     "PendingSave",
     "ShardDataset",
+    "ShardLoader",
     "StreamConfig",
     "StreamStats",
     "Transfer",

@@ -43,6 +43,7 @@ MODULES = (
     "scenarios_faults",
     "scenarios_lifetime",
     "scenarios_windows",
+    "scenarios_loader",
 )
 
 

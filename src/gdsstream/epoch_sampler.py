@@ -1,0 +1,73 @@
+"""What a loader's own order looks like to those who know samplers: `loader.sampler`, as every DataLoader has one.
+
+Lightning, for one, calls its `set_epoch` before each epoch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch.utils.data import Sampler, SequentialSampler
+
+from gdsstream.errors import EngineClosedError
+from gdsstream.sampling import BatchPlan, EpochOrder, Shuffle
+from gdsstream.shards import ShardDataset
+
+
+class Ordered(Protocol):
+    """What is asked of a loader."""
+
+    dataset: ShardDataset
+    shuffle: Shuffle
+
+    @property
+    def epoch(self) -> int: ...
+    def set_epoch(self, epoch: int) -> None: ...
+    def share(self) -> BatchPlan: ...
+    def order_of(self, epoch: int) -> EpochOrder: ...
+
+
+class EpochSampler(Sampler[int]):
+    """The records that a loader reads in its present epoch, from its beginning, in their order: this rank's share."""
+
+    def __init__(self, loader: Ordered) -> None:
+        # Not held: the loader goes when its last user lets go of it.
+        self._loader = weakref.ref(loader)
+
+    def __iter__(self) -> Iterator[int]:
+        loader = self._use()
+        order, share = loader.order_of(loader.epoch), loader.share()
+        for number in range(share.num_batches):
+            yield from order.records(share.batch(number)).tolist()
+
+    def __len__(self) -> int:
+        share = self._use().share()
+        return min(share.num_samples, share.num_batches * share.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As ShardLoader.set_epoch."""
+        self._use().set_epoch(epoch)
+
+    def _use(self) -> Ordered:
+        loader = self._loader()
+        if loader is None:
+            raise EngineClosedError("the loader of this sampler is gone; keep a reference to it")
+        return loader
+
+
+class _Sequential(EpochSampler, SequentialSampler):
+    """Known for what it is to those who ask whether an order is shuffled."""
+
+    def __init__(self, loader: Ordered) -> None:
+        super().__init__(loader)
+        self.data_source = loader.dataset
+
+
+def epoch_sampler(loader: Ordered) -> EpochSampler:
+    """The sampler of a loader without one of the caller's."""
+    return _Sequential(loader) if loader.shuffle == "none" else EpochSampler(loader)
+
+
+__all__ = ["EpochSampler", "epoch_sampler"]

@@ -1,0 +1,160 @@
+"""What a loader is asked for, checked; and what it finds out where it is not told: ranks, seed, device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import torch
+
+from gdsstream.batches import FieldFormat
+from gdsstream.devices import driver_replaced, parse_device
+from gdsstream.errors import ConfigError
+from gdsstream.header import PathLike
+from gdsstream.sampling import Partition, checked_shuffle
+from gdsstream.shards import ShardDataset
+
+# With less under way, the reader threads and the link wait for each other at the border of batches: 16 MiB batches came
+# at 0.80 of the link with 2 ahead, and 64 MiB ones at 0.89. More than the staging ring holds adds nothing.
+_PREFETCH_BYTES = 192 << 20
+_LEAST_PREFETCH, _MOST_PREFETCH = 2, 12
+_DATASET_OPTIONS = ("format", "dtype", "record_length", "stride", "index_cache")
+# What a DataLoader needs for its worker processes and its copies.
+_FOR_WORKERS = {
+    "num_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "prefetch_factor",
+    "persistent_workers",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "timeout",
+    "in_order",
+}
+
+
+def check_arguments(
+    *,
+    batch_size: object,
+    shuffle: object,
+    sampler: object,
+    batch_sampler: object,
+    drop_last: object,
+    prefetch_batches: object,
+    rank: object,
+    world_size: object,
+    partition: object,
+    epochs: object,
+    on_error: object,
+    collate_fn: object,
+    transform: object,
+) -> None:
+    """Raise ConfigError for arguments of ShardLoader that cannot work, or not together."""
+    _whole("batch_size", batch_size, 1)
+    if prefetch_batches is not None:
+        _whole("prefetch_batches", prefetch_batches, 0)
+    if epochs is not None:
+        _whole("epochs", epochs, 1)
+    if rank is not None:
+        _whole("rank", rank, 0)
+    if world_size is not None:
+        _whole("world_size", world_size, 1)
+    if rank is not None and world_size is not None:
+        _check_rank(rank, world_size)
+    if not isinstance(drop_last, bool):
+        raise ConfigError(f"drop_last is {drop_last!r}; it is True or False")
+    for name, value, known in (
+        ("partition", partition, get_args(Partition)),
+        ("on_error", on_error, ("raise", "skip")),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}; it has to be one of {', '.join(map(repr, known))}")
+    for name, value in (("collate_fn", collate_fn), ("transform", transform)):
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} is {value!r}; it has to be a function, or None")
+    shuffled = checked_shuffle(shuffle) != "none"  # type: ignore[arg-type]
+    if batch_sampler is not None:
+        if batch_size != 1 or shuffled or sampler is not None or drop_last:
+            raise ConfigError("batch_sampler decides alone: leave out batch_size, shuffle, sampler and drop_last")
+    elif sampler is not None and shuffled:
+        raise ConfigError("sampler decides the order alone: leave out shuffle, or the sampler")
+    for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        if value is not None and not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
+            raise ConfigError(f"{name} is {value!r}, which cannot be iterated")
+
+
+def split_knobs(knobs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ShardDataset's options, and StreamConfig's knobs. Raises ConfigError for what only makes sense with workers."""
+    for name in knobs:
+        if name in _FOR_WORKERS:
+            raise ConfigError(
+                f"{name} is for the worker processes of a DataLoader, of which there are none here; leave it out "
+                "(prefetch_batches says how far to read ahead)"
+            )
+    options = {name: value for name, value in knobs.items() if name in _DATASET_OPTIONS}
+    return options, {name: value for name, value in knobs.items() if name not in options}
+
+
+def open_dataset(
+    path_or_dataset: ShardDataset | PathLike | Sequence[PathLike], fields: Sequence[str] | None, options: dict[str, Any]
+) -> ShardDataset:
+    """The dataset, opened with `options` where it is a path; they are a ConfigError where it is open already."""
+    if not isinstance(path_or_dataset, ShardDataset):
+        return ShardDataset(path_or_dataset, fields=fields, **options)
+    if options:
+        raise ConfigError(f"{', '.join(options)}: the dataset is open already; give them to ShardDataset")
+    return path_or_dataset
+
+
+def draw_seed(seed: int | None, generator: torch.Generator | None) -> int:
+    """The seed: as given, or drawn from a generator, or 0."""
+    if seed is not None:
+        return seed
+    if generator is None:
+        return 0
+    return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator).item())
+
+
+def default_device(device: torch.device | str | int | None) -> torch.device | str | int:
+    """What to read to; checked now, and with its index only when it is used: "cuda" is whichever is current then."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() or driver_replaced() else "cpu"
+    parse_device(device)
+    return device
+
+
+def default_prefetch(formats: Sequence[FieldFormat], batch_size: int) -> int:
+    """How many batches to read ahead: two, or enough small ones. What a ragged field takes is not known before."""
+    if any(form.field.ragged for form in formats):
+        return _LEAST_PREFETCH
+    nbytes = batch_size * sum(form.row_bytes for form in formats)
+    return max(_LEAST_PREFETCH, min(_PREFETCH_BYTES // max(nbytes, 1), _MOST_PREFETCH))
+
+
+def ranks_here(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and world size: as given, or torch.distributed's where it is initialised, or 0 and 1.
+
+    Raises ConfigError where they do not fit.
+    """
+    if rank is None or world_size is None:
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = (torch.distributed.get_rank() if group else 0) if rank is None else rank
+        world_size = (torch.distributed.get_world_size() if group else 1) if world_size is None else world_size
+    _check_rank(rank, world_size)
+    return rank, world_size
+
+
+def _check_rank(rank: Any, world_size: Any) -> None:
+    if rank >= world_size:
+        raise ConfigError(
+            f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1"
+            + ("; give both, or initialise torch.distributed first" if world_size == 1 else "")
+        )
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it has to be a whole number, at least {least}")
+
+
+__all__ = ["check_arguments", "default_device", "draw_seed", "open_dataset", "ranks_here", "split_knobs"]

@@ -1,0 +1,99 @@
+"""Where a loader stands, and what a saved state says: plain values, checked before they are believed.
+
+A state names the next batch that nobody has seen: batches that were read ahead do not count. For the loader's own
+orders it is a position in the epoch's global order, common to all ranks, so that any number of ranks can go on from it.
+A sampler's order is known only to the sampler: what it gave is counted, and skipped on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gdsstream.errors import LoaderStateError
+
+VERSION = 1
+
+
+class Progress(NamedTuple):
+    """Where a loader stands: in front of the batch that comes next.
+
+    Attributes:
+        epoch: its number.
+        position: how far all ranks together are in the epoch's order; 0 with samplers.
+        batches: how many batches of the epoch this rank was given.
+        samples: how many records that were.
+        until: the epoch in front of which the present iterator ends; None where none began, or it has no end.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    batches: int = 0
+    samples: int = 0
+    until: int | None = None
+
+
+class Order(NamedTuple):
+    """What has to be the same for a position to mean the same: part of every state."""
+
+    fingerprint: str
+    num_records: int
+    seed: int
+    shuffle: str
+    block_records: int
+    window_blocks: int
+
+
+_NAMES = {
+    "fingerprint": "the dataset (names, sizes, fields of its shards)",
+    "num_records": "the number of records",
+    "seed": "the seed",
+    "shuffle": "shuffle",
+    "block_records": "block_records",
+    "window_blocks": "window_blocks",
+}
+
+
+def to_state(order: Order, progress: Progress) -> dict[str, Any]:
+    """A state: a dict of str, int, bool and None, for torch.save, JSON or anything else."""
+    return {"version": VERSION, **order._asdict(), **progress._asdict()}
+
+
+def from_state(state: object, order: Order) -> Progress:
+    """What `to_state` made, where it belongs to `order`.
+
+    Raises LoaderStateError that names everything that differs, as "saved -> here", or is no state at all.
+    """
+    if not isinstance(state, Mapping):
+        raise LoaderStateError(f"a loader's state is a dict as state_dict() returns it, not {type(state).__name__}")
+    if state.get("version") != VERSION:
+        raise LoaderStateError(
+            f"a state of version {state.get('version')!r} cannot be read here, only of version {VERSION}; "
+            "pass what state_dict() returned, or load it with the version of gdsstream that wrote it"
+        )
+    missing = [name for name in (*Order._fields, *Progress._fields) if name not in state]
+    if missing:
+        raise LoaderStateError(f"the state lacks {', '.join(missing)}; pass what state_dict() returned, unchanged")
+    different = [
+        f"{_NAMES[name]}: {state[name]!r} -> {value!r}"
+        for name, value in order._asdict().items()
+        if state[name] != value
+    ]
+    if different:
+        raise LoaderStateError(
+            f"the state does not belong to this loader: saved -> here, {'; '.join(different)}. A position means "
+            "nothing in another order: open the same data with the same arguments, or begin anew without the state"
+        )
+    numbers = {name: state[name] for name in ("epoch", "position", "batches", "samples")}
+    until = state["until"]
+    for name, value in {**numbers, **({} if until is None else {"until": until})}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise LoaderStateError(f"the state's {name} is {value!r}; it is a whole number, at least 0")
+    if numbers["position"] > order.num_records:
+        raise LoaderStateError(
+            f"the state's position is {numbers['position']}, and an epoch has {order.num_records} records"
+        )
+    return Progress(**numbers, until=until)
+
+
+__all__ = ["VERSION", "Order", "Progress", "from_state", "to_state"]

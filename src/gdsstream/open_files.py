@@ -1,0 +1,96 @@
+"""The shards that are open: as many as descriptors allow, those used last.
+
+A dataset may have more shards than a process may open. Below the limit every shard stays open once it was used, which
+costs a dictionary look-up; above it the one whose last use is longest ago goes, unless a batch under way reads from it.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from gdsstream.engine.base import SourceFile
+from gdsstream.engine.native import NativeEngine, OpenFile
+
+_MOST = 4096
+# Of a process's descriptors: half are for everybody else, and a reader thread may hold the files of a batch that has
+# just landed for a moment longer.
+_SHARE = 4
+
+
+def descriptor_limit() -> int:
+    """How many shards may be open at once in this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // _SHARE))
+
+
+class OpenFiles:
+    """Open shards by their numbers, at most `limit` of them.
+
+    `sources` makes what the engine opens, from numbers. Raises what NativeEngine.open raises.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        sources: Callable[[Iterable[int]], Sequence[SourceFile]],
+        num_files: int,
+        limit: int | None = None,
+    ) -> None:
+        self.limit = descriptor_limit() if limit is None else limit
+        self._engine = engine
+        self._sources = sources
+        self._crowded = num_files > self.limit
+        self._open: OrderedDict[int, OpenFile] = OrderedDict()
+        self._in_use: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def room_for(self, numbers: Sequence[int]) -> bool:
+        """Whether these can be open at once, beside those that batches under way read from."""
+        return not self._crowded or len(self._in_use.keys() | set(numbers)) <= self.limit
+
+    def take(self, numbers: Sequence[int]) -> list[OpenFile]:
+        """The files, opened where they are not; they stay until `give_back` of the same numbers."""
+        missing = [number for number in numbers if number not in self._open]
+        if self._crowded:
+            self._in_use.update(numbers)
+            for number in numbers:
+                if number in self._open:
+                    self._open.move_to_end(number)
+        try:
+            self._make_room(len(missing))
+            for number, source in zip(missing, self._sources(missing), strict=True):
+                self._open[number] = self._engine.open([source])[0]
+        except BaseException:
+            self.give_back(numbers)
+            raise
+        return [self._open[number] for number in numbers]
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """The end of one `take`."""
+        if self._crowded:
+            for number in numbers:
+                self._in_use[number] -= 1
+                if not self._in_use[number]:
+                    del self._in_use[number]
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Close files that are no good any more; what still reads from them keeps them until it ends."""
+        for number in numbers:
+            self._open.pop(number, None)
+
+    def clear(self) -> None:
+        self._open.clear()
+        self._in_use.clear()
+
+    def _make_room(self, wanted: int) -> None:
+        over = len(self._open) + wanted - self.limit
+        if over > 0:
+            for number in [number for number in self._open if number not in self._in_use][:over]:
+                del self._open[number]
+
+
+__all__ = ["OpenFiles", "descriptor_limit"]
