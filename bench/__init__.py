@@ -7,13 +7,15 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     run.py           the Hydra application
     config.py        the configuration, checked, with the nearest valid name in each error
     files.py         the test checkpoint: written, known byte for byte, removed
+    record_shards.py the test dataset: shards of numbered records, known byte for byte
     measure.py       rounds, timed regions, failures as rows
     ceilings.py      what the hardware gives without any loader
     cache.py         warm and cold page cache, verified with mincore
     stats.py         median, MAD, IQR, bootstrap of paired ratios (pure)
     environment.py   what the numbers were taken on
     record.py        the JSON line of one loader, and its validator
-    report.py        the tables in the terminal, in the form of table.py; report_layers.py has those of streamed layers
+    report.py        the tables in the terminal, in the form of table.py; report_layers.py has those of streamed layers,
+                     report_epoch.py those of data loaders
     moe.py model.py  what the layer scenarios compute: a layer without allocation, and a model to train
     slope.py         overhead a layer and fill of a pipeline (pure)
     clock.py         marks on a device's stream

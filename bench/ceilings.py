@@ -8,6 +8,7 @@
 | warm, gather on the CPU | torch's index_select out of a mapping of the files, and the consumer's pass         |
 | cold, gather            | O_DIRECT reads of one record, kernel AIO, the best of a sweep over queue depths      |
 | pipeline, train         | the same as for read, or the compute alone, whichever is slower                      |
+| epoch                   | as for gather below 1 MiB a record, for read above; and as pipeline with compute     |
 
 The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
 fault no pages in, which a loader that returns new memory has to: what is missing to 100 % is mostly that. A loader

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-VERBS = ("read", "gather", "pipeline", "train")
+VERBS = ("read", "gather", "pipeline", "train", "epoch")
 CACHE_STATES = ("warm", "cold")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -82,12 +82,7 @@ class LayersConfig(ScenarioConfig):
 
     def __post_init__(self) -> None:
         ScenarioConfig.__post_init__(self)
-        if not self.tokens:
-            raise BenchConfigError("'scenario.tokens' is empty; name a number, such as scenario.tokens=[8192]")
-        for count in self.tokens:
-            if not isinstance(count, int) or isinstance(count, bool):
-                raise BenchConfigError(f"'scenario.tokens' holds {count!r}; it has to be a list of whole numbers")
-            _at_least("scenario.tokens", count, 1)
+        _whole_numbers("scenario.tokens", self.tokens, 1)
         _at_least("scenario.num_slots", self.num_slots, 1)
 
 
@@ -130,14 +125,48 @@ class TrainingConfig(LayersConfig):
             _at_least(f"scenario.{name}", getattr(self, name), 1)
 
 
+@dataclass(frozen=True, slots=True)
+class EpochConfig(ScenarioConfig):
+    """Parameters of verb `epoch`: shuffled batches of a dataset's records on the device."""
+
+    #: Bytes of a record; each number is a part of the run, with a dataset and rows of its own.
+    sizes: list[int] = field(default_factory=lambda: [4096, 65536, 1 << 20, 150_000_000])
+    #: Of a batch, at most, but for one record where that is larger.
+    batch_bytes: int = 16 << 20
+    #: How long a sample takes, about: as many whole epochs, or a part of one where that takes longer.
+    sample_seconds: float = 1.0
+    #: What a sample delivers at most, held on the device until it is verified; None: 32 GiB on
+    #: a GPU, or a quarter of its memory; 1 GiB on the CPU.
+    sample_bytes: int | None = None
+    #: Of compute for each batch, real kernels; 0 measures how fast batches come instead.
+    compute_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        ScenarioConfig.__post_init__(self)
+        _whole_numbers("scenario.sizes", self.sizes, 512)
+        _at_least("scenario.batch_bytes", self.batch_bytes, 1)
+        if self.sample_bytes is not None:
+            _at_least("scenario.sample_bytes", self.sample_bytes, 1)
+        _at_least("scenario.compute_ms", self.compute_ms, 0)
+        if self.sample_seconds <= 0:
+            raise BenchConfigError(f"'scenario.sample_seconds' is {self.sample_seconds}; it has to be positive")
+
+
 #: verb -> what describes its scenario, where it has more parameters than ScenarioConfig
-_SCENARIOS: dict[str, type[ScenarioConfig]] = {"pipeline": PipelineConfig, "train": TrainingConfig}
+_SCENARIOS: dict[str, type[ScenarioConfig]] = {
+    "pipeline": PipelineConfig,
+    "train": TrainingConfig,
+    "epoch": EpochConfig,
+}
 
 
 def parts(scenario: ScenarioConfig) -> list[ScenarioConfig]:
-    """What a run measures one after the other: the scenario with each number of tokens, or the scenario itself."""
+    """What a run measures one after the other: the scenario with each number of tokens or size of a record, or the
+    scenario itself."""
     if isinstance(scenario, LayersConfig):
         return [dataclasses.replace(scenario, tokens=[count]) for count in scenario.tokens]
+    if isinstance(scenario, EpochConfig):
+        return [dataclasses.replace(scenario, sizes=[size]) for size in scenario.sizes]
     return [scenario]
 
 
@@ -323,3 +352,12 @@ def _one_of(where: str, value: str, valid: Sequence[str]) -> None:
 def _at_least(where: str, value: float, least: float) -> None:
     if value < least:
         raise BenchConfigError(f"'{where}' is {value}; it has to be at least {least}")
+
+
+def _whole_numbers(where: str, values: Sequence[object], least: int) -> None:
+    if not values:
+        raise BenchConfigError(f"'{where}' is empty; name a number, such as {where}=[8192]")
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise BenchConfigError(f"'{where}' holds {value!r}; it has to be a list of whole numbers")
+        _at_least(where, value, least)

@@ -23,6 +23,11 @@ _PACKAGES = (
     "runai-model-streamer",
     "kvikio-cu12",
     "kvikio-cu13",
+    "webdataset",
+    "litdata",
+    "mosaicml-streaming",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
 )
 _ROOT = Path(__file__).resolve().parent.parent
 

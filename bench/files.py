@@ -63,6 +63,7 @@ class BenchFiles:
     paths: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     pool: npt.NDArray[np.uint8]
+    plan: Plan | None = None
 
     @property
     def data_bytes(self) -> int:
@@ -91,6 +92,8 @@ class Plan:
     shapes: Callable[[int, int], list[Shaped]] | None = None
     #: Whether every two bytes are a bf16 of about 0.014 as a standard deviation, finite and never 0.
     weights: bool = False
+    #: Whether nothing is written at first: each part of the scenario then writes as much, in a form of its own.
+    by_part: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -145,6 +148,8 @@ def _write(directory: Path, plan: Plan) -> BenchFiles:
         words = pool.view("<u2")
         # Sign and fraction stay random; two random bits choose among the exponents of 2**-9 to 2**-6.
         words[:] = words & 0x807F | (118 + (words >> 7 & 3)) << 7
+    if plan.by_part:
+        return BenchFiles(directory, (), {}, pool, plan)
     paths = [directory / f"model-{i + 1:05d}-of-{plan.files:05d}.safetensors" for i in range(plan.files)]
     tensors: dict[str, TensorInfo] = {}
     headers: list[bytes] = []
@@ -152,7 +157,7 @@ def _write(directory: Path, plan: Plan) -> BenchFiles:
         header, infos = _layout(index, plan, len(tensors))
         headers.append(header)
         tensors.update((info.name, info) for info in infos)
-    files = BenchFiles(directory, tuple(map(str, paths)), tensors, pool)
+    files = BenchFiles(directory, tuple(map(str, paths)), tensors, pool, plan)
     stop: list[bool] = []
     with ThreadPoolExecutor(max_workers=min(plan.files, os.cpu_count() or 1, 8)) as threads:
         jobs = [threads.submit(_write_file, files, index, headers[index], stop) for index in range(plan.files)]

@@ -129,6 +129,7 @@ class Runner:
             if self._cold and loader.pins_page_cache:
                 raise Unavailable("it keeps the files' pages in memory, so no load of it can be cold")
             loader.check(self._workload.job)
+            loader.convert(self._workload.job)
             start = time.perf_counter()
             loader.prepare(self._workload.job)
             outcome.startup_s = time.perf_counter() - start
@@ -181,7 +182,7 @@ class Runner:
     def _timed(self, loader: Loader, number: int) -> tuple[Sample, Any]:
         try:
             loader.arm()
-            labels = self._settle()
+            labels = self._settle(loader)
             cpu = _cpu_seconds()
             start = time.perf_counter()
             delivered = self._workload.run(loader)
@@ -194,7 +195,7 @@ class Runner:
         size = self._workload.amount(delivered)
         return Sample(number, *size, end - start, returned - start, cpu, self._peak(), labels), delivered
 
-    def _settle(self) -> list[str]:
+    def _settle(self, loader: Loader) -> list[str]:
         gc.collect()
         if self._workload.job.cuda:
             import torch
@@ -203,9 +204,10 @@ class Runner:
             if self._fresh_memory:
                 torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._workload.job.device)
+        paths = loader.paths(self._workload.job)
         if self._cold:
-            return [NOT_COLD] if cache.evict(self._workload.job.paths) else []
-        return [NOT_WARM] if cache.warm(self._workload.job.paths) else []
+            return [NOT_COLD] if cache.evict(paths) else []
+        return [NOT_WARM] if cache.warm(paths) else []
 
     def _peak(self) -> int | None:
         if not self._workload.job.cuda:

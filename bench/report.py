@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from bench import report_layers, stats, table
+from bench import report_epoch, report_layers, stats, table
 from bench.record import Record
 from bench.table import Column, Content, Section
 
@@ -49,6 +49,8 @@ def _content(records: Sequence[Record]) -> Content:
         return report_layers.pipeline(records)
     if records[0].verb == "train":
         return report_layers.training(records)
+    if records[0].verb == "epoch":
+        return report_epoch.epochs(records)
     return _loaded(sorted(records, key=lambda record: -_median(record)))
 
 

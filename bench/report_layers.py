@@ -45,8 +45,8 @@ def pipeline(records: Sequence[Record]) -> Content:
             _time("compute", "compute_s"),
             _time("transfer", "transfer_s"),
             _time("slope", "slope_s"),
-            Column("overhead %", lambda r: _signed(_of(r)["overhead"])),
-            Column("95 % CI", lambda r: _interval(_of(r)["overhead_ci95"]), 100),
+            Column("overhead %", lambda r: signed(_of(r)["overhead"])),
+            Column("95 % CI", lambda r: interval(_of(r)["overhead_ci95"]), 100),
             _time("fill", "fill_s"),
             Column("GB/s", lambda r: table.rate(r.gb_per_s["median"] if r.gb_per_s else None), 110),
             Column("stall", lambda r: _stall(r, _of(r)["long_layers"]), 120),
@@ -78,8 +78,8 @@ def training(records: Sequence[Record]) -> Content:
             _time("transfer", "transfer_s", 90),
             _time("predicted", "predicted_s"),
             _time("measured", "measured_s"),
-            Column("diff %", lambda r: _signed(_of(r)["difference"])),
-            Column("95 % CI", lambda r: _interval(_of(r)["difference_ci95"]), 100),
+            Column("diff %", lambda r: signed(_of(r)["difference"])),
+            Column("95 % CI", lambda r: interval(_of(r)["difference_ci95"]), 100),
             Column("stall", lambda r: _stall(r, _of(r)["steps"]), 120),
             _HOST,
             table.VERIFIED,
@@ -121,14 +121,14 @@ def _time(title: str, key: str, from_width: int = 0) -> Column:
     return Column(title, cell, from_width)
 
 
-def _signed(ratio: float) -> str:
+def signed(ratio: float) -> str:
     """Of a ratio, in per cent; three figures are as many as it has."""
     value = 100 * ratio
     return f"{value:+.2f}" if abs(value) < 10 else f"{value:+.1f}" if abs(value) < 100 else f"{value:+.0f}"
 
 
-def _interval(bounds: Sequence[float] | None) -> str:
-    return "" if bounds is None else "..".join(map(_signed, bounds))
+def interval(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else "..".join(map(signed, bounds))
 
 
 def _stall(record: Record, count: int) -> str:

@@ -7,6 +7,7 @@
     python -m bench.run experiment=random            4 KiB records
     python -m bench.run experiment=pipeline          layers of 1237 MB through two slots, behind compute
     python -m bench.run experiment=training_step     forward and backward steps of an offloaded model
+    python -m bench.run experiment=loader_epoch      shuffled batches of records, against other data loaders
     python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
 
 Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says. Exit status: 0 when
@@ -72,7 +73,8 @@ def _measure(
     for path in files.left_over(plan.directory):
         out.print(f"{path} was left by a run that was killed; remove it", style="yellow", highlight=False)
     out.print(
-        f"{plan.files} files of {plan.file_bytes / 1e9:.3f} GB ({plan.total_bytes / 1e9:.2f} GB) in {plan.directory} "
+        f"{plan.files} files of {plan.file_bytes / 1e9:.3f} GB ({plan.total_bytes / 1e9:.2f} GB"
+        f"{', anew for each part' if plan.by_part else ''}) in {plan.directory} "
         f"({plan.why}), {'kept' if settings.storage.keep_files else 'removed at the end'}.",
         highlight=False,
     )
@@ -105,14 +107,19 @@ def _measure_part(
     step: Callable[[str | None], None],
 ) -> list[record.Record]:
     scenario, cold = settings.scenario, settings.cache.state == "cold"
+    step("preparing the scenario")
     workload = scenarios.build(scenario, written, device)
-    step("finding the ceiling")
-    ceiling = ceilings.choose(workload, cold=cold)
     try:
-        runner = Runner(workload, built, ceiling, cold=cold, fresh_memory=scenario.fresh_memory, progress=step)
-        measured = runner.run(scenario.rounds, scenario.max_seconds)
+        step("finding the ceiling")
+        ceiling = ceilings.choose(workload, cold=cold)
+        try:
+            runner = Runner(workload, built, ceiling, cold=cold, fresh_memory=scenario.fresh_memory, progress=step)
+            measured = runner.run(scenario.rounds, scenario.max_seconds)
+        finally:
+            ceiling.close()
     finally:
-        ceiling.close()
+        if not settings.storage.keep_files:
+            workload.close()
     limit = {"kind": ceiling.kind, "detail": ceiling.describe(), "samples": measured.ceilings}
     return [
         record.make(

@@ -21,6 +21,12 @@ KINDS = {
     "runai_streamer": ("bench.loaders.runai_streamer", "RunaiStreamer"),
     "kvikio": ("bench.loaders.kvikio", "Kvikio"),
     "pinned_copies": ("bench.loaders.pinned_copies", "PinnedCopies"),
+    "shard_loader": ("bench.loaders.shard_loader", "Shards"),
+    "torch_dataloader": ("bench.loaders.torch_dataloader", "TorchDataLoader"),
+    "webdataset": ("bench.loaders.webdataset", "WebDataset"),
+    "litdata": ("bench.loaders.litdata", "LitData"),
+    "mosaic_streaming": ("bench.loaders.mosaic_streaming", "MosaicStreaming"),
+    "dali": ("bench.loaders.dali", "Dali"),
     "pread": ("bench.loaders.pread", "Pread"),
 }
 

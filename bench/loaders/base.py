@@ -12,6 +12,9 @@ A sample starts before the call that loads and ends when the caller can use ever
 Layers of a pipeline and of a training step are leased instead: usable on the current stream until the next is asked
 for. Their samples end when the device has done everything that was queued.
 
+Batches of an epoch are copied, by the current stream, into memory that is verified later, as a training step would use
+them: the sample ends when the last of these copies has been made. That is the consumer's pass on the CPU.
+
 What happens once (imports, driver, engine, registration) belongs into `prepare` and becomes the start-up column; the
 first load after it is a column of its own too. Reading the headers belongs to every load. Bytes are verified after the
 clock has stopped.
@@ -22,6 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -29,6 +33,8 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+    from bench.record_shards import RecordShards
 
 
 class Unavailable(Exception):
@@ -62,6 +68,19 @@ class LayerRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochRequest:
+    """Records to deliver in batches, all of them once an epoch, in an order drawn from `seed` and the epoch's number.
+
+    A loader that needs another format writes it into a folder of its own in `directory`.
+    """
+
+    shards: RecordShards
+    directory: Path
+    batch_size: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What every loader of a run gets: the files and where their tensors shall be."""
 
@@ -70,6 +89,7 @@ class Job:
     device: str
     request: GatherRequest | None = None
     layers: LayerRequest | None = None
+    epoch: EpochRequest | None = None
 
     @property
     def cuda(self) -> bool:
@@ -83,11 +103,18 @@ class Loader(ABC):
     """
 
     verbs: ClassVar[frozenset[str]] = frozenset({"read"})
-    #: True where pages of the files stay in memory between loads, so that no load can be cold.
-    pins_page_cache: ClassVar[bool] = False
+
+    @property
+    def pins_page_cache(self) -> bool:
+        """Whether pages of the files stay in memory between loads, so that no load can be cold."""
+        return False
 
     def check(self, job: Job) -> None:
         """Raise Unavailable when this cannot run, before anything is imported. Untimed."""
+        del job
+
+    def convert(self, job: Job) -> None:
+        """Write the data in the format that this loader needs. Untimed, before `prepare`."""
         del job
 
     @abstractmethod
@@ -119,6 +146,11 @@ class Loader(ABC):
         """Verb `train`: the offloaded modules, to be used forward, then backward. The statistics begin anew."""
         raise NotImplementedError(f"{type(self).__name__} has no verb 'train'")
 
+    def epochs(self, count: int) -> Iterator[torch.Tensor]:
+        """Verb `epoch`: `count` epochs one after the other, each shuffled anew, as batches [B, record_bytes] that can
+        be used on the current stream, until the next one is asked for."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'epoch'")
+
     def statistics(self) -> dict[str, float]:
         """Verbs `pipeline` and `train`: what streaming did since its statistics began, by name, once it is done."""
         raise NotImplementedError(f"{type(self).__name__} streams nothing")
@@ -126,6 +158,10 @@ class Loader(ABC):
     def close(self) -> None:
         """Give everything back."""
         return None
+
+    def paths(self, job: Job) -> Sequence[str]:
+        """The files that it reads, once it is prepared: those whose pages are in memory or not."""
+        return job.paths
 
     def delivers(self) -> str:
         """`owned`, or `file mapping` where the tensors share the file's pages (on the CPU)."""
@@ -153,7 +189,8 @@ def need(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        # The package itself: others may live in the namespace that it is a part of.
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0])
         if missing:
             raise Unavailable(f"not installed: pip install {package}") from error
         raise Unavailable(f"{module} cannot be imported: {error}") from error

@@ -7,7 +7,7 @@ pages cannot be evicted, so there is no cold load.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bench.loaders.base import Job, Loader, Unavailable, need
 
@@ -22,7 +22,7 @@ class Handle(Loader):
     backend: str = "mapped"
     host_cache_bytes: int | None = None
 
-    pins_page_cache: ClassVar[bool] = True
+    pins_page_cache = True
 
     _handle: Any = field(default=None, init=False, repr=False)
 

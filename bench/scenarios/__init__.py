@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.config import LayersConfig, PipelineConfig, ScenarioConfig, TrainingConfig
+from bench.config import EpochConfig, LayersConfig, PipelineConfig, ScenarioConfig, TrainingConfig
 from bench.files import BenchFiles, Plan
 from bench.scenarios.base import Workload
 
@@ -13,6 +13,10 @@ def plan(scenario: ScenarioConfig, chosen: Plan, *, cold: bool) -> Plan:
         from bench.scenarios import layers
 
         return layers.plan(scenario, chosen, cold=cold)
+    if isinstance(scenario, EpochConfig):
+        from bench.scenarios import epoch
+
+        return epoch.plan(scenario, chosen)
     return chosen
 
 
@@ -26,6 +30,10 @@ def build(scenario: ScenarioConfig, files: BenchFiles, device: str) -> Workload:
         from bench.scenarios.training import TrainingStep
 
         return TrainingStep(files, device, scenario)
+    if isinstance(scenario, EpochConfig):
+        from bench.scenarios.epoch import Epoch
+
+        return Epoch(files, device, scenario)
     if scenario.verb == "gather":
         from bench.scenarios.gather import Gather
 

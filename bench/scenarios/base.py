@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.loaders.base import Job, Loader
 
@@ -33,7 +33,8 @@ class Workload(ABC):
     #: What is counted besides bytes, and how many of them one sample delivers.
     unit: str
     units: int
-    computes: ClassVar[bool] = False
+    #: Whether compute is a part of a sample (`alone`).
+    computes: bool = False
 
     @property
     @abstractmethod
@@ -78,6 +79,10 @@ class Workload(ABC):
     @abstractmethod
     def verify(self, delivered: Any) -> None:
         """Compare every byte. Untimed. Raises VerificationError."""
+
+    def close(self) -> None:
+        """Remove what was written for this workload alone."""
+        return None
 
     def finish(self, delivered: Any) -> None:
         """End the timed region as loaders/base.py defines it."""

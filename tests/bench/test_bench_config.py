@@ -74,7 +74,7 @@ def test_a_row_in_yaml_names_every_option_of_its_loader() -> None:
         ("loader=[pread,safetensor]", "unknown loader 'safetensor'; did you mean 'safetensors'?"),
         ("loaders.pread.num_thread=3", "unknown option 'loaders.pread.num_thread'; did you mean 'num_threads'?"),
         ("loaders.prea.num_threads=3", "did you mean 'pread'?"),
-        ("loader=[zzz]", "valid: fastsafetensors, "),
+        ("loader=[zzz]", "valid: dali, "),
     ],
 )
 def test_an_unknown_override_names_the_nearest_valid_one(override: str, message: str) -> None:

@@ -1,0 +1,74 @@
+"""gdsstream.ShardLoader over the shards as they are.
+
+A sample is one iterator: several epochs go through it without a pause, which is a setting of the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench.loaders.base import Job, Loader, Unavailable, need
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Shards(Loader):
+    """`backend` is asked for by name, so it never falls back to another. Knobs left at None keep their defaults."""
+
+    shuffle: str = "full"
+    borrow: bool = False
+    prefetch_batches: int | None = None
+    backend: str | None = None
+    reader: str | None = None
+    direct_io: bool | str | None = None
+    chunk_size: int | None = None
+    io_depth: int | None = None
+    num_threads: int | None = None
+    staging_bytes: int | None = None
+
+    verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
+
+    _loader: Any = field(default=None, init=False, repr=False)
+    _job: Job | None = field(default=None, init=False, repr=False)
+
+    def knobs(self) -> dict[str, Any]:
+        """The keyword arguments for gdsstream."""
+        names = ("backend", "reader", "direct_io", "chunk_size", "io_depth", "num_threads", "staging_bytes")
+        return {n: v for n in ("prefetch_batches", *names) if (v := getattr(self, n)) is not None}
+
+    def prepare(self, job: Job) -> None:
+        gdsstream = need("gdsstream", "gdsstream")
+        request = job.epoch
+        assert request is not None
+        self._job = job
+        try:
+            self._loader = gdsstream.ShardLoader(
+                list(job.paths),
+                request.batch_size,
+                self.shuffle,
+                seed=request.seed,
+                device=job.device,
+                borrow=self.borrow,
+                **self.knobs(),
+            )
+        except gdsstream.BackendUnavailableError as error:
+            raise Unavailable(str(error)) from error
+
+    def epochs(self, count: int) -> Iterator[torch.Tensor]:
+        self._loader.epochs = count
+        yield from self._loader
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        self._loader = None
+
+    def delivers(self) -> str:
+        return "lease" if self.borrow else "owned"
+
+    def route(self) -> str | None:
+        return f"{self._loader.route}; {self.shuffle} shuffle"
