@@ -85,17 +85,30 @@ def describe(path: str | os.PathLike[str], *, sysfs: str = "/sys", procfs: str =
     """
     real = os.path.realpath(path)
     status = _stat(real)
-    number = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    return _describe(real, f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}", Path(sysfs), procfs, tried=True)
+
+
+def describe_recorded(path: str | os.PathLike[str], *, sysfs: str, procfs: str) -> StorageInfo:
+    """What `path` sits on, by recorded trees alone: the path belongs to the machine they come from, not to this one.
+
+    Its mount is found by its name, and O_DIRECT is not tried.
+    """
+    real = os.path.normpath(os.path.join("/", path))
+    mount = find_mount(real, "", procfs=procfs)
+    return _describe(real, mount.device if mount else "0:0", Path(sysfs), procfs, tried=False)
+
+
+def _describe(real: str, number: str, sysfs: Path, procfs: str, *, tried: bool) -> StorageInfo:
     mount = find_mount(real, number, procfs=procfs)
     filesystem = mount.filesystem if mount else "unknown"
     is_memory = filesystem in MEMORY_FILESYSTEMS
-    block = None if is_memory else _find_block(number, mount, Path(sysfs))
+    block = None if is_memory else _find_block(number, mount, sysfs)
     leaves = list(dict.fromkeys(_leaves(block))) if block else []
     disks = list(dict.fromkeys(_disk(leaf) for leaf in leaves))
-    is_file = os.path.isfile(real)
+    is_file = tried and os.path.isfile(real)
     memory_alignment, offset_alignment = _alignment(real if is_file else None, [block, *disks] if block else [])
     spinning = [_read_int(disk / "queue/rotational") for disk in disks]
-    nodes = {_numa_node(disk, Path(sysfs)) for disk in disks}
+    nodes = {_numa_node(disk, sysfs) for disk in disks}
     return StorageInfo(
         path=real,
         filesystem=filesystem,
@@ -335,6 +348,7 @@ __all__ = [
     "Mount",
     "StorageInfo",
     "describe",
+    "describe_recorded",
     "find_mount",
     "read_mounts",
     "residency",

@@ -178,10 +178,14 @@ class Counters:
             return {}
         return {"nvidia-fs (machine-wide)": int(found[1])} if found else {}
 
+    def delta(self) -> dict[str, int]:
+        """Reads by their way since this object was made; all but "posix" went by DMA. Empty without any counter."""
+        # Only what the same counter said at the start: the two kinds count from different beginnings.
+        return {key: value - self._start[key] for key, value in self._read().items() if key in self._start}
+
     def verdict(self) -> str:
         """What the counters prove about the reads since this object was made."""
-        # Only what the same counter said at the start: the two kinds count from different beginnings.
-        delta = {key: value - self._start[key] for key, value in self._read().items() if key in self._start}
+        delta = self.delta()
         if not delta:
             return "unproven: neither cuFile's statistics nor nvidia-fs's counters can be read"
         counted = ", ".join(f"{value} {key}" for key, value in delta.items())
