@@ -1,7 +1,7 @@
 # Each target sets up what it needs in .venv: Python 3.11, gcc, make, cmake and a package index are enough.
 #
 #   make bench [ARGS="..."]   the benchmark (python -m bench.run)
-#   make test  [ARGS="..."]   pytest against the installed package
+#   make test  [ARGS="..."]   pytest against the installed package, file by file on two cores
 #   make lint                 ruff, mypy, clang-format: nothing is changed
 #   make sanitize [ARGS="60 1"]  the native stress program under the sanitizers; seconds each, and seed
 #   make clean                remove .venv and everything built
@@ -23,7 +23,7 @@ bench: .venv/installed
 	$(BIN)/python -m bench.run $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

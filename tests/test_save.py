@@ -425,7 +425,7 @@ def test_directories_and_files_without_permission(tmp_path: Path) -> None:
     content = (open_ / "model.safetensors").read_bytes()
     closed.chmod(0o555)
     open_.chmod(0o777)
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         if folder.stat().st_uid == os.getuid():
             folder.chmod(folder.stat().st_mode | 0o055)
     out, _ = run_python(AS_NOBODY, tmp_path, closed / "new", open_ / "model.safetensors", open_ / "new")
