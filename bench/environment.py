@@ -44,6 +44,7 @@ def collect(directory: Path, device: str) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "filesystem": filesystem(directory),
+        "profile": _profile(directory, device),
         "python": sys.version.split()[0],
         "torch": _version("torch"),
         "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
@@ -85,6 +86,17 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip() or None
+
+
+def _profile(directory: Path, device: str) -> dict[str, Any] | None:
+    """The knobs that gdsstream takes from a profile for these files; None without one, or without gdsstream."""
+    try:
+        from gdsstream.devices import parse_device
+        from gdsstream.profile import find_profile
+    except ImportError:
+        return None
+    found = find_profile(directory, parse_device(device))
+    return None if found is None else dict(found.knobs)
 
 
 def _gpu(device: str) -> str | None:

@@ -18,6 +18,7 @@ import gdsstream
 def _no_knobs_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [name for name in os.environ if name.startswith("GDSSTREAM_") and name != "GDSSTREAM_LIBCUDA"]:
         monkeypatch.delenv(variable)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")  # and no profiles
 
 
 @pytest.fixture

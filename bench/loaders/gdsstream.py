@@ -99,6 +99,8 @@ class LoadFile(Loader):
     def _engine(self) -> Any:
         """The engine that load_file uses: it is the process's, and knows what it did."""
         assert self._job is not None
-        load, config = need("gdsstream.load", "gdsstream"), need("gdsstream.config", "gdsstream")
+        load, engine = need("gdsstream.load", "gdsstream"), need("gdsstream.engine", "gdsstream")
         device = need("gdsstream.devices", "gdsstream").parse_device(self._job.device)
-        return load.shared_engine(device, config.StreamConfig.resolve(self.knobs()))
+        gathers = self._job.request is not None
+        settings = engine.merge(None, self.knobs(), path=self._job.paths, device=device, native=gathers)
+        return load.shared_engine(device, settings)

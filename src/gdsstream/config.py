@@ -1,12 +1,17 @@
 """StreamConfig: every knob of an engine, checked, with one order of precedence.
 
-argument > environment (`GDSSTREAM_<KNOB>`) > automatic. None stands for "automatic" everywhere: the engine then
-decides from the machine and says what it chose. Unknown knobs are refused, with the nearest known one named.
+argument > environment (`GDSSTREAM_<KNOB>`) > profile (`gdsstream tune`) > automatic. None stands for "automatic"
+everywhere: the engine then decides from the machine and says what it chose. Unknown knobs are refused, with the nearest
+known one named.
+
+The values of a profile were measured together, and as a whole they give way: where an argument or the environment names
+another route, or a size that does not go with them.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,13 +21,16 @@ from typing import Any, Self
 
 from gdsstream.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 BACKENDS = ("auto", "staged", "mapped", "cufile", "traditional")
 READERS = ("auto", "io_uring", "pread")
 COMPAT_MODES = ("auto", "on", "off")
 DEFAULT_CHUNK_BYTES = 2 * 2**20
 
 # Variables with our prefix that are not knobs: the driver library's replacement is read by the native engine itself.
-_OTHER_VARIABLES = frozenset({"GDSSTREAM_LIBCUDA"})
+# GDSSTREAM_PROFILE=0 is for profile.py.
+_OTHER_VARIABLES = frozenset({"GDSSTREAM_LIBCUDA", "GDSSTREAM_PROFILE"})
 _PREFIX = "GDSSTREAM_"
 _PAGE_BYTES = 4096
 _SLOTS = 6
@@ -91,8 +99,14 @@ class StreamConfig:
             raise ConfigError(f"direct_io is {self.direct_io!r}; it is True, False or None (decide file by file)")
 
     @classmethod
-    def resolve(cls, knobs: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Self:
-        """The configuration from keyword arguments (those that are not None) over the environment over defaults.
+    def resolve(
+        cls,
+        knobs: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        profile: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The configuration from keyword arguments (those that are not None) over the environment over a profile's
+        knobs over defaults.
 
         Raises ConfigError for an unknown knob or variable, and for a value that cannot work.
         """
@@ -116,7 +130,29 @@ class StreamConfig:
                 values.pop(name, None)
             if value is not None:
                 values[name] = value
-        return cls(**values)
+        settings = cls(**values)
+        return cls._over(profile, settings, values) if profile else settings
+
+    @classmethod
+    def _over(cls, profile: Mapping[str, Any], settings: Self, values: dict[str, Any]) -> Self:
+        """`values`, which alone give `settings`, over a profile's knobs as far as those go with them."""
+        tuned = dict(profile)
+        route = tuned.get("backend", "auto")
+        native = route in ("auto", "staged")
+        if settings.backend != "auto" and not (native and settings.backend in ("staged", "mapped")):
+            if settings.backend != route:
+                return settings
+        elif settings.host_cache_bytes:
+            # A host tier is the native engine's; "auto" leads to it by itself.
+            if not native:
+                return settings
+            tuned.pop("backend", None)
+        chosen = {name: value for name, value in values.items() if (name, value) != ("backend", "auto")}
+        try:
+            return cls(**{**tuned, **chosen})
+        except ConfigError as error:
+            log.warning("the profile's settings do not go with those that were given, and are left out: %s", error)
+            return settings
 
     @property
     def chunk_bytes(self) -> int:
@@ -149,7 +185,8 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def _flag(text: str) -> bool:
+def parse_flag(text: str) -> bool:
+    """Whether "1", "on", ... or "0", "off", ... was meant. Raises ValueError."""
     word = text.strip().lower()
     if word in ("1", "true", "yes", "on"):
         return True
@@ -159,7 +196,7 @@ def _flag(text: str) -> bool:
 
 
 def _optional_flag(text: str) -> bool | None:
-    return None if text.strip().lower() == "auto" else _flag(text)
+    return None if text.strip().lower() == "auto" else parse_flag(text)
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
@@ -171,10 +208,10 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "num_threads": int,
     "staging_bytes": parse_bytes,
     "host_cache_bytes": parse_bytes,
-    "numa": _flag,
+    "numa": parse_flag,
     "compat_mode": str,
     "bounce_buffer_bytes": parse_bytes,
-    "register_buffers": _flag,
+    "register_buffers": parse_flag,
     "faults": str,
 }
 

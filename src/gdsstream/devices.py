@@ -7,6 +7,7 @@ whatever that library copies to: ordinary host memory. Everything above this fil
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,29 @@ def _no_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, err
     )
 
 
+def free_device_bytes(device: torch.device) -> int:
+    """What is free of a CUDA device's memory; a stand-in driver has none of its own, and no limit."""
+    return sys.maxsize if driver_replaced() else int(torch.cuda.mem_get_info(device)[0])
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls a CUDA device, such as "NVIDIA H200"; empty for the CPU."""
+    if device.type != "cuda":
+        return ""
+    return "stand-in driver" if driver_replaced() else str(torch.cuda.get_device_name(device))
+
+
+def memory_rate(device: torch.device) -> tuple[float, str] | None:
+    """Bytes a second of a CUDA device's memory by its clock and width, and that in words; None where untold."""
+    if device.type != "cuda" or driver_replaced():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    khz, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    if not khz or not bits:
+        return None
+    return 2.0 * khz * 1e3 * bits / 8, f"2 x {khz / 1e6:.2f} GHz x {bits} bit"
+
+
 def current_stream(device: torch.device) -> int:
     """The handle of torch's current stream on `device`; 0 on the CPU."""
     if device.type != "cuda":
@@ -111,4 +135,15 @@ def on_stream(device: torch.device, handle: int) -> Iterator[None]:
             yield
 
 
-__all__ = ["allocate", "allocate_all", "current_stream", "driver_replaced", "memory_of", "on_stream", "parse_device"]
+__all__ = [
+    "allocate",
+    "allocate_all",
+    "current_stream",
+    "device_name",
+    "driver_replaced",
+    "free_device_bytes",
+    "memory_of",
+    "memory_rate",
+    "on_stream",
+    "parse_device",
+]

@@ -6,6 +6,7 @@ GdsStreamError
 │   ├── CheckpointNotFoundError (FileNotFoundError)
 │   ├── HeaderError (ValueError)          the header breaks the format's promises
 │   ├── TruncatedFileError                the file is shorter than its header promises
+│   ├── ChecksumError                     bytes that are not those that were recorded
 │   ├── TensorNotFoundError (KeyError)    no tensor of that name
 │   └── DtypeError (TypeError)            a dtype that torch, or the file format, cannot hold
 ├── ReadError (OSError)                   the storage failed while bytes were read
@@ -57,6 +58,14 @@ class HeaderError(CheckpointError, ValueError):
 
 class TruncatedFileError(CheckpointError):
     """A file ends before the bytes that its header promises."""
+
+
+class ChecksumError(CheckpointError):
+    """Tensors are not what the checksums beside their file say; `tensors` has the names of all of them."""
+
+    def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tensors
 
 
 class TensorNotFoundError(CheckpointError, KeyError):
@@ -153,6 +162,7 @@ __all__ = [
     "BackendUnavailableError",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "ChecksumError",
     "ConfigError",
     "CudaError",
     "DatasetError",

@@ -16,7 +16,8 @@ from gdsstream.engine import Engine, merge, open_engine
 from gdsstream.engine.base import SourceFile
 from gdsstream.engine.native import NativeEngine
 from gdsstream.errors import ConfigError, EngineClosedError
-from gdsstream.load import Loading, Names, collection_paused, shared_engine, submit_runs
+from gdsstream.load import Loading, Names, as_bytes, collection_paused, shared_engine, submit_runs
+from gdsstream.sidecar import FileRecord, LoadCheck
 from gdsstream.slices import Selection, select
 
 _FRAMEWORKS = ("pt", "torch", "pytorch")
@@ -31,6 +32,8 @@ class safe_open:
         device: "cpu", "cuda", "cuda:1", or a CUDA ordinal.
         host_cache_bytes: how many bytes of files to map and register now, so that every read from then on is one DMA
             at the link's limit. Registered pages cannot be evicted. 0 reads through the staging ring.
+        verify: compare each tensor with its checksum whenever it is read, as load_file does. All of a tensor is read
+            then, even for a slice of it.
         config, **knobs: see StreamConfig.
 
     A context manager. Tensors are owned by the caller and stay valid after the handle is closed. Raises what
@@ -44,6 +47,7 @@ class safe_open:
         device: torch.device | str | int = "cpu",
         *,
         host_cache_bytes: int | None = None,
+        verify: bool = False,
         config: StreamConfig | None = None,
         **knobs: Any,
     ) -> None:
@@ -51,7 +55,7 @@ class safe_open:
             raise ConfigError(f'framework {framework!r} is not supported; tensors are torch\'s: use "pt"')
         self._engine: Engine | None = None
         target = parse_device(device)
-        settings = merge(config, {**knobs, "host_cache_bytes": host_cache_bytes})
+        settings = merge(config, {**knobs, "host_cache_bytes": host_cache_bytes}, path=filename, device=target)
         with collection_paused():
             self._checkpoint = Checkpoint.open(filename)
         # Registered pages belong to one handle: its engine goes with it. Threads and ring are shared otherwise.
@@ -61,6 +65,12 @@ class safe_open:
         self._settings = settings
         self._device = target
         self._closed = False
+        self._verify = verify
+        self._sidecars: dict[str, dict[str, FileRecord]] = {}
+        if verify:
+            check = LoadCheck(self._sidecars)
+            for file in self._files:
+                check.expect(file.path)
         if self._own_engine:
             try:
                 for index in range(len(self._files)):
@@ -136,13 +146,18 @@ class safe_open:
         engine = self._use()
         for index in {spec.file for spec in specs}:
             self._open_file(index)
-        loading = Loading(engine)
+        loading = Loading(engine, LoadCheck(self._sidecars) if self._verify else None)
         with collection_paused():
             loading.add(self._files, specs)
         return loading.wait()
 
     def read_selection(self, spec: TensorSpec, selection: Selection) -> torch.Tensor:
         """The bytes of a selection as one tensor of its shape."""
+        if self._verify:
+            raw = as_bytes(self._read([spec])[spec.name])
+            parts = [raw[offset : offset + nbytes] for offset, nbytes in selection.runs]
+            out = torch.cat([raw[:0], *parts]).view(spec.torch_dtype).reshape(selection.shape)
+            return out if selection.then is None else out[selection.then].clone()
         engine = self._use()
         out = allocate(selection.shape, spec.torch_dtype, self._device)
         submit_runs(engine, self._open_file(spec.file), spec.offset, selection.runs, out).wait()

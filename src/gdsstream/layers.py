@@ -83,7 +83,8 @@ class LayerStreamer:
         self.device = parse_device(device)
         self.checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
         self.pattern, self._layouts = layer_layouts(self.checkpoint, layers, groups=groups, fuse=fuse)
-        settings = merge(config, {**knobs, "host_cache_bytes": host_cache_bytes})
+        first = self.checkpoint.files[0].path
+        settings = merge(config, {**knobs, "host_cache_bytes": host_cache_bytes}, path=first, device=self.device)
         self.num_slots = num_slots
         self._depth = num_slots // 2 if prefetch_depth is None else prefetch_depth
         self._pid = os.getpid()

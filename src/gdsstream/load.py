@@ -31,6 +31,7 @@ from gdsstream.errors import BackendUnavailableError, ConfigError, ReadError
 from gdsstream.header import CheckpointFile, FileStamp, TensorSpec
 from gdsstream.plan import ReadPlan, plan_separate
 from gdsstream.proofs import proven
+from gdsstream.sidecar import LoadCheck
 from gdsstream.views import map_tensors
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def load_file(
     *,
     names: Names = None,
     copy: bool = True,
+    verify: bool = False,
     config: StreamConfig | None = None,
     **knobs: Any,
 ) -> dict[str, torch.Tensor]:
@@ -65,7 +67,10 @@ def load_file(
         copy: False, on the CPU only, maps the files instead of reading them, as safetensors itself does: nothing is
             read until it is touched, all tensors of a file share its mapping, and touching them after the file was
             truncated kills the process.
-        config, **knobs: see StreamConfig; knobs go before config, both before the environment.
+        verify: compare each tensor with the checksum that `gdsstream pack` wrote beside its file, where it is and while
+            others are still being read; see `gdsstream.checksum` for what that finds.
+        config, **knobs: see StreamConfig; knobs go before config, both before the environment, and that
+            before the profile of the files' mount (`gdsstream tune`).
 
     Returns:
         Tensors by name, in the order of their bytes in the files. Each owns its memory: keeping one keeps no other
@@ -73,17 +78,20 @@ def load_file(
 
     Raises:
         CheckpointError and its kinds for files that are not valid; ReadError and its kinds when the storage fails or
-        a file changes meanwhile; ConfigError, BackendUnavailableError, MemoryBudgetError.
+        a file changes meanwhile; ConfigError, BackendUnavailableError, MemoryBudgetError. With `verify`, ChecksumError
+        that names each tensor that differs, and CheckpointNotFoundError where there are no checksums.
     """
     target = parse_device(device)
-    settings = merge(config, knobs)
+    settings = merge(config, knobs, path=filename if copy else None, device=target)
     if not copy:
+        if verify:
+            raise ConfigError("copy=False reads nothing that verify=True could look at; leave one of them out")
         if target.type != "cpu" or settings.backend != "auto":
             raise ConfigError('copy=False maps files into CPU memory: it needs device="cpu" and backend="auto"')
         checkpoint = Checkpoint.open(filename)
         return map_tensors(checkpoint.files, checkpoint.select(names))
     with collection_paused():
-        loading = _start(filename, target, settings, names)
+        loading = _start(filename, target, settings, names, LoadCheck() if verify else None)
     return loading.wait()
 
 
@@ -92,17 +100,18 @@ def _start(
     device: torch.device,
     config: StreamConfig,
     names: Names,
+    check: LoadCheck | None,
 ) -> Loading:
     if names is not None and not callable(names):
         checkpoint = Checkpoint.open(filename)
-        loading = Loading(_engine_for(device, config, checkpoint.files[0].path))
+        loading = Loading(_engine_for(device, config, checkpoint.files[0].path), check)
         loading.add(checkpoint.files, checkpoint.select(names))
         return loading
     # The first file's bytes are under way while the second's header is parsed.
     started: Loading | None = None
     files: list[CheckpointFile] = []
     for file, specs in headers(filename)[1]:
-        started = started or Loading(_engine_for(device, config, file.path))
+        started = started or Loading(_engine_for(device, config, file.path), check)
         files.append(file)
         started.add(files, specs if names is None else [spec for spec in specs if names(spec.name)])
     assert started is not None, "a checkpoint has at least one file"
@@ -147,7 +156,7 @@ def read_many(
         out = allocate((len(index), length), torch.uint8, target)
     else:
         _check_out(out, (len(index), length), target)
-    engine = shared_engine(target, merge(config, knobs))
+    engine = shared_engine(target, merge(config, knobs, path=paths, device=target, native=True))
     if not isinstance(engine, NativeEngine):
         raise ConfigError(f'read_many runs on the native engine only, not on backend={engine.name!r}; use "auto"')
     used = np.unique(index)
@@ -172,11 +181,14 @@ class Loading:
     """Tensors on their way, each with memory of its own.
 
     They are submitted in portions that grow, so that reading starts after a few allocations instead of after all:
-    thousands of tensors take milliseconds to allocate, in which the link would idle.
+    thousands of tensors take milliseconds to allocate, in which the link would idle. With a `check`, each portion is
+    looked at while later ones are read.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, check: LoadCheck | None = None) -> None:
         self._engine = engine
+        self._check = check
+        self._unchecked: list[tuple[dict[int, str], Sequence[TensorSpec], list[torch.Tensor]]] = []  # a portion each
         self._tensors: dict[str, torch.Tensor] = {}
         self._transfers: list[Transfer] = []
         self._portion_bytes = _FIRST_PORTION_BYTES
@@ -186,6 +198,9 @@ class Loading:
         """Start to read `specs`, whose `file` indexes `files`. Raises as `Engine.submit` and `allocate`."""
         used = sorted({spec.file for spec in specs})
         opened: Sequence[SourceFile] = [files[file] for file in used]
+        if self._check is not None:
+            for file in opened:
+                self._check.expect(file.path)
         if isinstance(self._engine, NativeEngine):
             opened = self._engine.open(opened)
         start = nbytes = 0
@@ -198,9 +213,13 @@ class Loading:
                 self._portion_count *= _PORTION_GROWTH
 
     def wait(self) -> dict[str, torch.Tensor]:
-        """The tensors, when all can be used on the current stream. Raises the first failure."""
-        for transfer in self._transfers:
+        """The tensors, when all can be used on the current stream. Raises the first failure, and ChecksumError."""
+        for number, transfer in enumerate(self._transfers):
             transfer.wait()
+            if self._check is not None:
+                self._check.add(*self._unchecked[number])
+        if self._check is not None:
+            self._check.finish()
         return self._tensors
 
     def _submit(self, numbers: Sequence[int], files: Sequence[SourceFile], specs: Sequence[TensorSpec]) -> None:
@@ -213,6 +232,9 @@ class Loading:
         else:
             self._transfers.append(self._engine.submit(files, plan, [as_bytes(tensor) for tensor in tensors]))
         self._tensors.update(zip((spec.name for spec in specs), tensors, strict=True))
+        if self._check is not None:
+            paths = dict(zip(numbers, (file.path for file in files), strict=True))
+            self._unchecked.append((paths, specs, tensors))
 
 
 def submit_runs(

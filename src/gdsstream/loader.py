@@ -25,6 +25,7 @@ import torch
 
 from gdsstream.batches import Pad, batch_formats
 from gdsstream.config import StreamConfig
+from gdsstream.devices import parse_device
 from gdsstream.engine import merge
 from gdsstream.epoch_sampler import epoch_sampler
 from gdsstream.errors import ConfigError, EngineClosedError
@@ -181,13 +182,14 @@ class ShardLoader(Generic[Batch]):
         self.on_error = on_error
         self.block_records = BLOCK_RECORDS if block_records is None else block_records
         self.window_blocks = WINDOW_BLOCKS if window_blocks is None else window_blocks
-        self.config = merge(config, knobs)
+        self._wanted_device = default_device(device)
+        target = parse_device(self._wanted_device)
+        self.config = merge(config, knobs, path=self.dataset.paths[0], device=target, native=True)
         if self.shuffle == "block" and self.config.direct_io is None:
             # What the windows are read ahead into.
             self.config = replace(self.config, direct_io=False)
         self._given_ranks = (rank, world_size)
         self._sampler = sampler
-        self._wanted_device = default_device(device)
         self._engine = LoaderEngine(self.dataset, self._wanted_device, self.config)
         self._progress = Progress()
         self._resumed = False  # a state was loaded, and no iterator has begun since

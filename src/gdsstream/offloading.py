@@ -114,7 +114,7 @@ def offload(
             pattern = find_pattern(source.tensors, inside)
         target = parse_device(device)
         binding = bind(layers, model, source, pattern, Options(resident, rename, fuse, dequantize is not None))
-        settings = merge(config, knobs)
+        settings = merge(config, knobs, path=source.files[0].path, device=target)
         placed = load_residents(binding.residents, source, target, settings)
         streamer = _open(binding, source, target, num_slots, host_cache_bytes, order, debug, settings)
         try:

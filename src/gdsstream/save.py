@@ -15,7 +15,7 @@ import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -248,7 +248,7 @@ def _prepare(
     found = [_checked(name, tensor) for name, tensor in tensors.items()]
     _refuse_shared(found)
     found.sort(key=lambda tensor: (-tensor.rank, tensor.name))
-    header = torch.frombuffer(bytearray(_header(found, metadata)), dtype=torch.uint8)
+    header = torch.frombuffer(bytearray(build_header(_entries(found), metadata)), dtype=torch.uint8)
     pieces = [header, *(_copies(path, found) if snapshot else (tensor.bits for tensor in found))]
     # What fills the tensors, or their copies, is queued on the current streams.
     devices = {piece.device for piece in pieces if piece.device.type == "cuda"}
@@ -326,8 +326,13 @@ def _copies(path: str, tensors: Iterable[_Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def _header(tensors: Iterable[_Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    """All that comes before the data."""
+def _entries(tensors: Iterable[_Tensor]) -> Iterator[tuple[str, str, Sequence[int], int]]:
+    return ((tensor.name, tensor.dtype, tensor.shape, tensor.bits.nbytes) for tensor in tensors)
+
+
+def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None) -> bytes:
+    """All that comes before the data, which begins at a multiple of DATA_ALIGNMENT: for tensors (name, dtype and shape
+    as in the file, bytes) that lie end to end. Raises ConfigError for what the format cannot hold."""
     entries: dict[str, object] = {}
     if metadata is not None:
         for key, value in metadata.items():
@@ -335,9 +340,9 @@ def _header(tensors: Iterable[_Tensor], metadata: Mapping[str, str] | None) -> b
                 raise ConfigError(f"metadata maps strings to strings, not {quote(key)} to {quote(value)}; use str()")
         entries["__metadata__"] = dict(metadata)
     begin = 0
-    for tensor in tensors:
-        end = begin + tensor.bits.nbytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
+    for name, dtype, shape, nbytes in tensors:
+        end = begin + nbytes
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
         begin = end
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -361,4 +366,4 @@ def _dtypes() -> dict[torch.dtype, tuple[DtypeInfo, int]]:
     }
 
 
-__all__ = ["PendingSave", "save_file", "save_file_async"]
+__all__ = ["DATA_ALIGNMENT", "PendingSave", "build_header", "save_file", "save_file_async"]

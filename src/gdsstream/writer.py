@@ -17,7 +17,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import accumulate
@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch
 
-from gdsstream.errors import MemoryBudgetError, WriteError
+from gdsstream.errors import GdsStreamError, MemoryBudgetError, WriteError
 from gdsstream.load import as_bytes
 
 BLOCK_BYTES = 16 << 20  # one write; copies of this size from a GPU reach 0.99 of the link
@@ -53,25 +53,30 @@ _ADVICE = {
 
 def write_file(
     path: str,
-    pieces: Sequence[torch.Tensor],
+    pieces: Iterable[torch.Tensor],
     ready: Mapping[torch.device, torch.cuda.Event],
     direct_io: bool,
     fsync: bool,
     check: Callable[[], None],
+    nbytes: int | None = None,
 ) -> None:
     """Make or replace `path` with the bytes of `pieces`, end to end.
 
     Args:
         path: absolute, links resolved.
-        pieces: tensors of integers on any devices, of any strides.
+        pieces: tensors of integers on any devices, of any strides. Of an iterator, whose `nbytes` have to be given,
+            one in CPU memory is in use until so many pieces have been taken behind it that they hold 2 BLOCK_BYTES.
         ready: for each GPU of a piece, an event after which its pieces hold their bytes.
         direct_io: write by O_DIRECT instead of through the page cache.
         fsync: wait until the storage has it.
         check: called between blocks; what it raises ends the write.
+        nbytes: how many bytes the pieces have; None counts a sequence.
 
-    Raises WriteError, and MemoryBudgetError where there is no room for the buffers.
+    Raises WriteError, MemoryBudgetError where there is no room for the buffers, and what the pieces' iterator raises.
     """
-    nbytes = sum(piece.nbytes for piece in pieces)
+    if nbytes is None:
+        pieces = list(pieces)
+        nbytes = sum(piece.nbytes for piece in pieces)
     try:
         with _replacement(path, direct_io, fsync) as file:
             _reserve(file.fileno(), nbytes)
@@ -81,7 +86,7 @@ def write_file(
             if fsync:
                 os.fsync(file.fileno())
             check()
-    except WriteError:
+    except GdsStreamError:  # some of them are OSErrors
         raise
     except OSError as error:
         _raise_write_error(path, nbytes, error)

@@ -308,7 +308,7 @@ def test_at_least_two_batches_are_in_an_epoch(tmp_path: Path) -> None:
 
 def test_compute_is_measured_alone_and_beside_the_loader(written: files.BenchFiles) -> None:
     scenario = replace(EPOCH, compute_ms=2.0, sample_bytes=3 * MIB, sample_seconds=0.5)
-    rows = measured(written, {"fast": InMemory(), "slow": InMemory(pause_s=0.01)}, scenario, rounds=3)
+    rows = measured(written, {"fast": InMemory(), "slow": InMemory(pause_s=0.1)}, scenario, rounds=3)
     for row in rows.values():
         assert row.derived is not None
         assert row.ceiling["kind"] == "max(compute, steady)"

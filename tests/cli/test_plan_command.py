@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200-2026-11-21"
@@ -119,8 +120,6 @@ def test_a_comparison_beyond_the_aim_is_exit_code_1(run: Run, run_json: RunJson,
         (("--tokens", 1, "--tflops", 1, "--compute-ms", 1), 2, "--compute-ms"),
         (("--tokens", 1, "--loader", "x"), 2, "--compare"),
         (("--tokens", 1, "--compare", "/nonexistent"), 2, "/nonexistent"),
-        (("--tokens", 1), 3, "--link-gbps and --storage-gbps"),
-        (("--tokens", 1, "--link-gbps", 1), 3, "gdsstream limits"),
         (("--tokens", 1, *RATES, "--active-experts", 200), 3, "a layer has 128"),
         (("--tokens", 1, *RATES, "--layers", "blocks.{i}."), 3, "blocks.{i}."),
     ],
@@ -130,6 +129,16 @@ def test_what_cannot_be_planned_is_said(run: Run, moe: Path, arguments: tuple[ob
     assert result.exit_code == code
     assert said in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a link that can be measured")
+def test_what_is_not_given_is_measured(run: Run, run_json: RunJson, moe: Path):
+    rates = run_json("plan", moe, "--tokens", 1, "--link-gbps", 1)["rates"]
+    assert (rates["link_gb_per_s"]["origin"], rates["storage_gb_per_s"]["origin"]) == ("given", "measured")
+    assert rates["storage_gb_per_s"]["value"] > 0
+    result = run("plan", moe, "--tokens", 1, "--storage-gbps", 1)
+    assert result.exit_code == 3
+    assert "--link-gbps" in result.stderr
 
 
 def test_a_checkpoint_that_is_not_there(run: Run, tmp_path: Path):

@@ -24,7 +24,11 @@ INTERRUPTED = 130
 COMMANDS = {
     "doctor": "Can this path do native GPUDirect Storage, and what is in the way?",
     "topo": "Which drives, NICs and GPUs sit near each other?",
+    "limits": "The ceiling of each station between a path and a GPU; which binds.",
+    "tune": "Find the fastest settings for a path, and keep them as a profile.",
     "plan": "What streaming a checkpoint will cost at a number of tokens.",
+    "pack": "Rewrite a checkpoint layer by layer, aligned and with checksums.",
+    "verify": "Compare a packed checkpoint with its checksums, at full speed.",
 }
 
 
@@ -60,10 +64,11 @@ class _Commands(click.Group):
 def main() -> None:
     """Stream model layers and dataset shards from NVMe to GPUs: know the machine, tune it, plan a run, watch it.
 
-    New here? Run these, in this order:
+    New here? Run these three, in this order:
 
     \b
       gdsstream doctor /data/model.safetensors   what the machine and this path can do
+      gdsstream tune   /data/model.safetensors   the fastest settings, kept as a profile
       gdsstream plan   /data/model --tokens 8192 what streaming the model will cost
 
     Every command takes --json, for scripts. Exit codes: 0 fine, 1 a problem was found, 2 wrong usage,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from gdsstream.cli.output import emit, json_option
+
+if TYPE_CHECKING:
+    from gdsstream.rates import Rate, Station
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -14,6 +19,16 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
         return parse_bytes(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from None
+
+
+def _measured(path: str) -> dict[Station, Rate]:
+    """Storage and link, as far as this machine has them."""
+    from gdsstream.cli.devices import default_device
+    from gdsstream.limits import limits
+
+    device = default_device()
+    click.echo(f"measuring what {path} and {device} can do ...", err=True)
+    return dict(limits(path, device).rates())
 
 
 _RATE = click.FloatRange(min=0, min_open=True)
@@ -69,7 +84,8 @@ def command(
     through frozen layers) and for forward passes alone: overhead over the same compute with all weights in GPU memory,
     what it waits for, and how many tokens, slots or bytes of host memory would make it free.
 
-    Rates are decimal GB/s. What is not given is assumed so that a plan promises too little, and every value is printed
+    Rates are decimal GB/s. Link and storage are measured here where they are not given (some 20 seconds, as `gdsstream
+    limits` does); of the rest, what is not given is assumed so that a plan promises too little. Every value is printed
     with its source.
 
     \b
@@ -88,12 +104,14 @@ def command(
     from gdsstream.machine import probe
     from gdsstream.plan_compare import compare as compare_records
     from gdsstream.planner import Setup, plan_streaming
-    from gdsstream.rates import Rate, Station, measured_compute, rates_for
+    from gdsstream.rates import measured_compute, rates_for
 
     opened = Checkpoint.open(checkpoint)
     pattern, layouts = layer_layouts(opened, layers)
     work = model_work(layouts, read_model_config(opened), active_experts=active_experts)
     known: dict[Station, Rate] = {}
+    if link_gbps is None or storage_gbps is None:
+        known.update(_measured(checkpoint))
     gpu = None
     if compute_ms is not None:
         mean_flops = sum(layer.flops_per_token for layer in work.layers) / len(work.layers)

@@ -11,6 +11,7 @@ from gdsstream.config import StreamConfig
 from gdsstream.devices import parse_device
 from gdsstream.engine.base import Engine, Transfer
 from gdsstream.engine.native import NativeEngine
+from gdsstream.profile import AnyPath, tuned_knobs
 
 log = logging.getLogger(__name__)
 _logged: set[tuple[str, str]] = set()
@@ -28,7 +29,8 @@ def open_engine(
     `backend` is "auto" or a route by name ("staged", "mapped", "cufile", "traditional"); further knobs are those of
     StreamConfig, and go before a `config` given whole. "auto" logs its choice once, with the reason. It is staged, or
     mapped with `host_cache_bytes` (files beyond the budget then go staged). It never is GPUDirect Storage, since only
-    a proof for the files' mount could justify that, and no file is known yet: ask for "cufile" by name.
+    a proof for the files' mount could justify that, and no file is known yet: ask for "cufile" by name. No
+    profile counts here, for the same reason.
 
     Raises ConfigError for knobs and devices that cannot work, BackendUnavailableError where a named backend cannot
     run here, and where "cuda" is asked for on a machine without.
@@ -57,10 +59,24 @@ def open_engine(
     return TraditionalEngine(target)
 
 
-def merge(config: StreamConfig | None, knobs: dict[str, Any]) -> StreamConfig:
-    """A whole config with knobs over it, or knobs over environment over defaults. Raises ConfigError."""
+def merge(
+    config: StreamConfig | None,
+    knobs: dict[str, Any],
+    *,
+    path: AnyPath | None = None,
+    device: torch.device | None = None,
+    native: bool = False,
+) -> StreamConfig:
+    """A whole config with knobs over it, or knobs over environment over profile over defaults. Raises ConfigError.
+
+    The profile is that of the mount of `path` (of several the first) and of `device`; None: there is none. `native`
+    leaves out a profile for another engine than the native one.
+    """
     if config is None:
-        return StreamConfig.resolve(knobs)
+        tuned = tuned_knobs(path, device) if path is not None and device is not None else {}
+        if native and tuned.get("backend") not in (None, "staged"):
+            tuned = {}
+        return StreamConfig.resolve(knobs, profile=tuned)
     return StreamConfig.resolve({**config.as_dict(), **{k: v for k, v in knobs.items() if v is not None}}, environ={})
 
 
