@@ -4,6 +4,8 @@ Sizes are bytes, times seconds, rates decimal GB/s (1e9). `samples_s` holds ever
 with `sample_labels` and `ceiling.samples` beside it; the statistics are over those that count (measure.py). `figures`
 holds what a scenario measured beside each sample, a list for each name, and `derived` what it made of them: its
 parameters and statistics; ratios such as an overhead are fractions there, times seconds.
+
+`record_schema.json` says the same to others, as far as a JSON schema can; the tests hold the two together.
 """
 
 from __future__ import annotations

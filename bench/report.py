@@ -1,17 +1,24 @@
-"""The tables in the terminal, at most 120 columns wide: one for each verb, and one of what was not measured."""
+"""The tables: one for each verb, and one of what was not measured. In the terminal they are at most 120 columns wide;
+`python -m bench.report RESULTS.jsonl` writes the same ones to report.md (report_md.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
-from bench import report_epoch, report_layers, stats, table
+from bench import peers, report_epoch, report_layers, stats, table
 from bench.record import Record
 from bench.table import Column, Content, Section
 
 _WIDTH = 120
+#: verb -> its table, where it has one of its own
+_TABLES: dict[str, Callable[[Sequence[Record]], Content]] = {
+    "pipeline": report_layers.pipeline,
+    "train": report_layers.training,
+    "epoch": report_epoch.epochs,
+}
 
 
 def console() -> Console:
@@ -24,34 +31,42 @@ def show(records: Sequence[Record], out: Console) -> None:
     """Print what was measured, fastest first, and what was not, with the reason."""
     measured = [record for record in records if record.status == "ok"]
     if measured:
-        table.show(_content(measured), out)
-        load, cores = measured[0].env.get("load_average"), measured[0].env.get("cores")
-        if load is not None and cores and load > cores / 2:
-            busy = f"The machine was busy with other work before this run (load {load:.1f} on {cores} cores)."
-            out.print(busy, style="dim", markup=False, highlight=False)
+        table.show(content(measured), out)
         out.print()
-    # A run of several parts skips a loader in each, for the same reason.
-    rest = {(record.loader, record.reason): record for record in records if record.status != "ok"}
+    rest = not_measured(records)
     if rest:
         left = table.make("Not measured")
         left.add_column("loader", no_wrap=True)
         left.add_column("status", no_wrap=True)
         left.add_column("reason", overflow="fold")
-        for record in rest.values():
-            reason = (record.reason or "").strip().partition("\n")[0]
+        for record in rest:
             colour = "red" if record.status == "failed" else "dim"
-            left.add_row(record.loader, f"[{colour}]{record.status}[/]", escape(reason))
+            left.add_row(record.loader, f"[{colour}]{record.status}[/]", escape(reason(record)))
         out.print(left)
 
 
-def _content(records: Sequence[Record]) -> Content:
-    if records[0].verb == "pipeline":
-        return report_layers.pipeline(records)
-    if records[0].verb == "train":
-        return report_layers.training(records)
-    if records[0].verb == "epoch":
-        return report_epoch.epochs(records)
-    return _loaded(sorted(records, key=lambda record: -_median(record)))
+def content(measured: Sequence[Record]) -> Content:
+    """The table of the measured rows of one run, and its notes."""
+    verb = measured[0].verb
+    if verb in _TABLES:
+        found = _TABLES[verb](measured)
+    else:
+        found = _loaded(sorted(measured, key=lambda record: -_median(record)))
+    load, cores = measured[0].env.get("load_average"), measured[0].env.get("cores")
+    if load is not None and cores and load > cores / 2:
+        busy = f"The machine was busy with other work before this run (load {load:.1f} on {cores} cores)."
+        found = found._replace(notes=[*found.notes, busy])
+    return found
+
+
+def not_measured(records: Sequence[Record]) -> list[Record]:
+    """Those that failed or were skipped; once where a run of several parts skips a loader in each for one reason."""
+    return list({(record.loader, record.reason): record for record in records if record.status != "ok"}.values())
+
+
+def reason(record: Record) -> str:
+    """Why a row was not measured, on one line."""
+    return (record.reason or "").strip().partition("\n")[0]
 
 
 def _loaded(records: Sequence[Record]) -> Content:
@@ -66,10 +81,14 @@ def _loaded(records: Sequence[Record]) -> Content:
         found = sum(label in labels for record in records for labels in record.sample_labels)
         if found:
             notes.append(f"{found} of {sum(len(record.samples_s) for record in records)} samples are {meaning}.")
+    columns = _columns(first.verb)
+    if (beside := peers.beside([records], 120)) is not None:
+        columns.insert(-1, beside.column)
+        notes.append(beside.note)
     return Content(
         f"{first.scenario}: {table.size(first.bytes)} a sample, {first.units} {first.unit}, {first.cache} cache, "
         f"{first.device}",
-        _columns(first.verb),
+        columns,
         [Section(records, {"loader": "ceiling", "GB/s": table.rate(ceiling["gb_per_s"]), "% of ceiling": "100.0"})],
         notes,
     )
@@ -79,10 +98,10 @@ def _columns(verb: str) -> list[Column]:
     columns = [
         Column("loader", lambda r: r.loader + ("" if r.delivers == "owned" else " †")),
         Column("GB/s", lambda r: table.rate(_median(r))),
-        Column("± MAD", lambda r: table.rate(r.gb_per_s["mad"] if r.gb_per_s else None), 110),
-        Column("% of ceiling", lambda r: table.percent(r.pct_ceiling)),
+        table.SPREAD._replace(from_width=110),
+        table.SHARE._replace(from_width=0),
         Column("95 % CI", lambda r: "-".join(map(table.percent, r.pct_ceiling_ci95 or [])), 80),
-        Column("n", lambda r: f"{r.gb_per_s['n']:.0f}" if r.gb_per_s else "", 80),
+        table.COUNT._replace(from_width=80),
         Column("returned", lambda r: table.seconds(stats.median(r.lazy_return_s)), 110),
         Column("first", lambda r: table.seconds(r.first_s), 95),
         Column("start-up", lambda r: table.seconds(r.startup_s), 95),
@@ -97,3 +116,9 @@ def _columns(verb: str) -> list[Column]:
 
 def _median(record: Record) -> float:
     return record.gb_per_s["median"] if record.gb_per_s else 0.0
+
+
+if __name__ == "__main__":
+    from bench import report_md
+
+    report_md.main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import stats, table
+from bench import peers, stats, table
 from bench.record import Record
 from bench.report_layers import interval, signed
 from bench.table import Column, Content, Section
@@ -35,13 +35,17 @@ def epochs(records: Sequence[Record]) -> Content:
             *shown,
         ]
     detail = dict.fromkeys(
-        f"ceiling at {_size(_of(r)['record_bytes'])}: {r.ceiling['kind']} ({r.ceiling['detail']}), "
+        f"ceiling at {table.block(_of(r)['record_bytes'])}: {r.ceiling['kind']} ({r.ceiling['detail']}), "
         f"{table.rate(r.ceiling['gb_per_s'])} GB/s."
         for r in records
     )
+    columns = _columns(computing)
+    if not computing and (beside := peers.beside([section.records for section in sections], 120)) is not None:
+        columns.insert(-1, beside.column)
+        shown.append(beside.note)
     return Content(
         f"{first.scenario}: {table.size(found['dataset_bytes'])} a dataset, {first.cache} cache, {first.device}",
-        _columns(computing),
+        columns,
         sections,
         [*shown, *detail],
     )
@@ -50,7 +54,7 @@ def epochs(records: Sequence[Record]) -> Content:
 def _columns(computing: bool) -> list[Column]:
     head = [
         Column("loader", lambda r: r.loader + (" †" if r.delivers == "lease" else "")),
-        Column("record", lambda r: _size(_of(r)["record_bytes"])),
+        Column("record", lambda r: table.block(_of(r)["record_bytes"])),
         Column("batch", lambda r: f"{_of(r)['batch_size']}", 110),
     ]
     tail = [
@@ -65,14 +69,16 @@ def _columns(computing: bool) -> list[Column]:
             Column("stall", lambda r: _milliseconds(_of(r)["stall_s"])),
             Column("overhead %", lambda r: signed(_of(r)["overhead"])),
             Column("95 % CI", lambda r: interval(_of(r)["overhead_ci95"]), 100),
+            table.COUNT,
         ]
         return [*head, *middle, *tail]
     middle = [
         Column("k/s", lambda r: _thousands(r.units_per_s["median"] if r.units_per_s else None)),
         Column("GB/s", lambda r: table.rate(_rate(r))),
-        Column("% of ceiling", lambda r: table.percent(r.pct_ceiling)),
+        table.SPREAD,
+        table.SHARE._replace(from_width=0),
         Column("95 % CI", lambda r: "-".join(map(table.percent, r.pct_ceiling_ci95 or [])), 100),
-        Column("n", lambda r: f"{r.gb_per_s['n']:.0f}" if r.gb_per_s else "", 100),
+        table.COUNT._replace(from_width=100),
     ]
     return [*head, *middle, *tail]
 
@@ -83,7 +89,7 @@ def _limits(records: Sequence[Record]) -> dict[str, str]:
     compute = [_of(record)["compute_s"] for record in records if "compute_s" in _of(record)]
     return {
         "loader": "compute alone" if compute else "ceiling",
-        "record": _size(size),
+        "record": table.block(size),
         "compute": _milliseconds(stats.median(compute)) if compute else "",
         "k/s": _thousands(ceiling * 1e9 / size if ceiling else None),
         "GB/s": table.rate(ceiling),
@@ -115,10 +121,3 @@ def _thousands(per_s: float | None) -> str:
         return ""
     value = per_s / 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.4f}"
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes / 1e6:g} MB" if nbytes >= 10**6 else f"{nbytes} B"

@@ -80,3 +80,24 @@ def bootstrap_ci95(values: Sequence[float], resamples: int = 2000, seed: int = 0
     picks = np.random.default_rng(seed).integers(0, len(data), size=(resamples, len(data)))
     low, high = np.percentile(np.median(data[picks], axis=1), [2.5, 97.5])
     return float(low), float(high)
+
+
+def ratio_of_medians_ci95(
+    first: Sequence[float], second: Sequence[float], resamples: int = 4000, seed: int = 0
+) -> tuple[float, float] | None:
+    """95 % percentile-bootstrap interval of median(second) / median(first), of samples that were not taken in pairs:
+    each side is resampled on its own. None where a side has fewer than three. Raises ValueError where a sample is not
+    positive.
+    """
+    if min(len(first), len(second)) < 3:
+        return None
+    below, above = (np.asarray(values, dtype=np.float64) for values in (first, second))
+    if below.min() <= 0.0 or above.min() <= 0.0:
+        raise ValueError("a sample is not positive, and a ratio needs both sides to be")
+    random = np.random.default_rng(seed)
+    medians = [
+        np.median(values[random.integers(0, len(values), size=(resamples, len(values)))], axis=1)
+        for values in (below, above)
+    ]
+    low, high = np.percentile(medians[1] / medians[0], [2.5, 97.5])
+    return float(low), float(high)

@@ -36,9 +36,14 @@ class Content(NamedTuple):
     notes: Sequence[str]
 
 
+#: The `from_width` of a column that only a report has room for.
+REPORT_ONLY = 1000
 _MANY_COLUMNS = 12
 
 VERIFIED = Column("bytes", lambda r: "[green]ok[/]" if r.verified else "[red]wrong[/]")
+SPREAD = Column("± MAD", lambda r: rate(r.gb_per_s["mad"] if r.gb_per_s else None), REPORT_ONLY)
+COUNT = Column("n", lambda r: f"{r.gb_per_s['n']:.0f}" if r.gb_per_s else "", REPORT_ONLY)
+SHARE = Column("% of ceiling", lambda r: percent(r.pct_ceiling), REPORT_ONLY)
 
 
 def make(title: str, gap: int = 1) -> Table:
@@ -73,6 +78,14 @@ def show(content: Content, out: Console) -> None:
 
 def size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def block(nbytes: float) -> str:
+    """Of a record, chunk or read: in binary units where it is a whole number of them."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit:.0f} {name}"
+    return f"{nbytes / 1e9:g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:g} MB" if nbytes >= 1e6 else f"{nbytes:g} B"
 
 
 def rate(value: float | None) -> str:
