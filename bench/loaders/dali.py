@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from bench.loaders import own_format
-from bench.loaders.base import Job, Loader, Unavailable, need, need_cuda
+from bench.loaders.base import Job, Unavailable, need, need_cuda
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class Dali(Loader):
+class Dali(own_format.Converted):
     """`reader`: cpu (a copy to the GPU follows) or gpu (cuFile). At most `most_files` records are made files of."""
 
     reader: str = "cpu"
@@ -31,8 +30,6 @@ class Dali(Loader):
 
     verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
 
-    _directory: Path | None = field(default=None, init=False, repr=False)
-    _files: list[str] = field(default_factory=list, init=False, repr=False)
     _iterator: Any = field(default=None, init=False, repr=False)
 
     def check(self, job: Job) -> None:
@@ -89,13 +86,9 @@ class Dali(Loader):
                 while not ended:
                     ended = next(self._iterator, None) is None
 
-    def paths(self, job: Job) -> list[str]:
-        return self._files
-
     def close(self) -> None:
         self._iterator = None
-        own_format.remove(self._directory)
-        self._directory, self._files = None, []
+        super().close()
 
     def route(self) -> str | None:
         return f"numpy reader to the {self.reader}, {self.num_threads} threads, files shuffled"

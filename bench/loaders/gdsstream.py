@@ -5,34 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.loaders.base import Job, Loader, Unavailable, need
+from bench.loaders.base import Job, Unavailable, need
+from bench.loaders.knobs import Knobs
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class LoadFile(Loader):
-    """`backend` is asked for by name, so it never falls back to another. Knobs left at None keep their defaults."""
+class LoadFile(Knobs):
+    """See Knobs; `copy` False maps the files instead."""
 
-    backend: str = "auto"
-    reader: str | None = None
-    direct_io: bool | str | None = None
-    chunk_size: int | None = None
-    io_depth: int | None = None
-    num_threads: int | None = None
-    staging_bytes: int | None = None
+    backend: str | None = "auto"
     copy: bool = True
 
     verbs: ClassVar[frozenset[str]] = frozenset({"read", "gather"})
 
     _gdsstream: Any = field(default=None, init=False, repr=False)
     _job: Job | None = field(default=None, init=False, repr=False)
-
-    def knobs(self) -> dict[str, Any]:
-        """The keyword arguments for gdsstream."""
-        names = ("reader", "direct_io", "chunk_size", "io_depth", "num_threads", "staging_bytes")
-        return {"backend": self.backend} | {n: v for n in names if (v := getattr(self, n)) is not None}
 
     def check(self, job: Job) -> None:
         if job.request is not None and self.backend in ("traditional", "cufile"):

@@ -10,24 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.loaders.base import Job, Loader, Unavailable, need
+from bench.loaders.base import Job, Unavailable, need
+from bench.loaders.knobs import Knobs
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class Layers(Loader):
-    """`backend` is asked for by name, so it never falls back to another. Knobs left at None keep their defaults."""
+class Layers(Knobs):
+    """See Knobs; `host_cache_bytes` are for layers that stay in host memory."""
 
-    backend: str = "staged"
+    backend: str | None = "staged"
     host_cache_bytes: int | None = None
-    reader: str | None = None
-    direct_io: bool | str | None = None
-    chunk_size: int | None = None
-    io_depth: int | None = None
-    num_threads: int | None = None
-    staging_bytes: int | None = None
 
     verbs: ClassVar[frozenset[str]] = frozenset({"pipeline", "train"})
 
@@ -35,11 +30,6 @@ class Layers(Loader):
     _handle: Any = field(default=None, init=False, repr=False)
     _modules: Any = field(default=None, init=False, repr=False)
     _job: Job | None = field(default=None, init=False, repr=False)
-
-    def knobs(self) -> dict[str, Any]:
-        """The keyword arguments for gdsstream."""
-        names = ("host_cache_bytes", "reader", "direct_io", "chunk_size", "io_depth", "num_threads", "staging_bytes")
-        return {"backend": self.backend} | {n: v for n in names if (v := getattr(self, n)) is not None}
 
     def prepare(self, job: Job) -> None:
         gdsstream = need("gdsstream", "gdsstream")
@@ -54,7 +44,7 @@ class Layers(Loader):
                     device=job.device,
                     num_slots=request.num_slots,
                     prefetch_depth=request.num_slots - 1,
-                    **self.knobs(),
+                    **self.knobs("host_cache_bytes"),
                 )
             else:
                 self._modules = request.modules()
@@ -65,7 +55,7 @@ class Layers(Loader):
                     device=job.device,
                     num_slots=request.num_slots,
                     order="training",
-                    **self.knobs(),
+                    **self.knobs("host_cache_bytes"),
                 )
                 self._streamer = self._handle.streamer
         except gdsstream.BackendUnavailableError as error:

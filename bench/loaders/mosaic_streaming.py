@@ -6,34 +6,24 @@ Its shuffle is the default one, of shards and of the samples in blocks that span
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bench.loaders import own_format
-from bench.loaders.base import Job, Loader, need
+from bench.loaders.base import Job, need
+from bench.loaders.workers import Workers
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class MosaicStreaming(Loader):
+class MosaicStreaming(own_format.Converted, Workers):
     """`num_workers` processes, 0 for none; MDS shards of `shard_bytes`, or of one record where that is larger."""
 
-    num_workers: int = 8
-    pin_memory: bool = True
-    prefetch_factor: int = 2
     shard_bytes: int = 64 << 20
     shuffle_algo: str = "py1e"
-
-    verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
-
-    _directory: Path | None = field(default=None, init=False, repr=False)
-    _files: list[str] = field(default_factory=list, init=False, repr=False)
-    _loader: Any = field(default=None, init=False, repr=False)
-    _job: Job | None = field(default=None, init=False, repr=False)
 
     def convert(self, job: Job) -> None:
         library = need("streaming", "mosaicml-streaming")
@@ -61,25 +51,12 @@ class MosaicStreaming(Loader):
         self._loader = torch.utils.data.DataLoader(
             dataset,
             batch_size=request.batch_size,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory and job.cuda,
-            persistent_workers=self.num_workers > 0,
-            prefetch_factor=self.prefetch_factor if self.num_workers else None,
+            **self.options(job),
             worker_init_fn=_unwarned,
         )
 
-    def epochs(self, count: int) -> Iterator[torch.Tensor]:
-        assert self._job is not None
-        for _ in range(count):
-            yield from own_format.to_device((batch["x"] for batch in self._loader), self._job)
-
-    def paths(self, job: Job) -> list[str]:
-        return self._files
-
-    def close(self) -> None:
-        self._loader = None
-        own_format.remove(self._directory)
-        self._directory, self._files = None, []
+    def batches(self) -> Iterable[torch.Tensor]:
+        return (batch["x"] for batch in self._loader)
 
     def route(self) -> str | None:
         return f"MDS of {self.shard_bytes >> 20} MiB, {self.num_workers} workers, shuffle {self.shuffle_algo}"

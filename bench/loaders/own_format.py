@@ -1,4 +1,4 @@
-"""For loaders that cannot read the shards: where they write the records in their own format, and how they deliver.
+"""For loaders that cannot read the shards: where they write the records in their own format.
 
 A converted copy lies in a folder beside the shards, and is removed when the loader is closed.
 """
@@ -6,17 +6,14 @@ A converted copy lies in a folder beside the shards, and is removed when the loa
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.loaders.base import EpochRequest, Job, Unavailable
-
-if TYPE_CHECKING:
-    import torch
+from bench.loaders.base import EpochRequest, Job, Loader, Unavailable
 
 #: Beside the records themselves, for headers and indexes; a tar file pads every record.
 _OVERHEAD = 1.05
@@ -54,13 +51,18 @@ def files_in(directory: Path) -> list[str]:
     return sorted(str(path) for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
 
 
-def remove(directory: Path | None) -> None:
-    """Remove a folder, where there is one."""
-    if directory is not None:
-        shutil.rmtree(directory, ignore_errors=True)
+@dataclass
+class Converted(Loader):
+    """A loader of a converted copy: `convert` makes `_directory`, and names what is read of it in `_files`."""
 
+    _directory: Path | None = field(default=None, init=False, repr=False)
+    _files: list[str] = field(default_factory=list, init=False, repr=False)
 
-def to_device(batches: Iterable[torch.Tensor], job: Job) -> Iterator[torch.Tensor]:
-    """Batches of host memory on the device, copied on the current stream, as a training loop does."""
-    for batch in batches:
-        yield batch.to(job.device, non_blocking=True)
+    def paths(self, job: Job) -> list[str]:
+        return self._files
+
+    def close(self) -> None:
+        super().close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory, self._files = None, []

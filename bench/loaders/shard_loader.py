@@ -9,36 +9,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.loaders.base import Job, Loader, Unavailable, need
+from bench.loaders.base import Job, Unavailable, need
+from bench.loaders.knobs import Knobs
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class Shards(Loader):
-    """`backend` is asked for by name, so it never falls back to another. Knobs left at None keep their defaults."""
+class Shards(Knobs):
+    """See Knobs; the others are ShardLoader's own."""
 
     shuffle: str = "full"
     borrow: bool = False
     prefetch_batches: int | None = None
-    backend: str | None = None
-    reader: str | None = None
-    direct_io: bool | str | None = None
-    chunk_size: int | None = None
-    io_depth: int | None = None
-    num_threads: int | None = None
-    staging_bytes: int | None = None
 
     verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
 
     _loader: Any = field(default=None, init=False, repr=False)
     _job: Job | None = field(default=None, init=False, repr=False)
-
-    def knobs(self) -> dict[str, Any]:
-        """The keyword arguments for gdsstream."""
-        names = ("backend", "reader", "direct_io", "chunk_size", "io_depth", "num_threads", "staging_bytes")
-        return {n: v for n in ("prefetch_batches", *names) if (v := getattr(self, n)) is not None}
 
     def prepare(self, job: Job) -> None:
         gdsstream = need("gdsstream", "gdsstream")
@@ -53,7 +42,7 @@ class Shards(Loader):
                 seed=request.seed,
                 device=job.device,
                 borrow=self.borrow,
-                **self.knobs(),
+                **self.knobs("prefetch_batches"),
             )
         except gdsstream.BackendUnavailableError as error:
             raise Unavailable(str(error)) from error

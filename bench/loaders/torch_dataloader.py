@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.config import BenchConfigError
 from bench.loaders import own_format
-from bench.loaders.base import Job, Loader, need
+from bench.loaders.base import Job, need
+from bench.loaders.workers import Workers
 from bench.record_shards import DATA_OFFSET, RecordShards
 
 if TYPE_CHECKING:
@@ -84,18 +84,11 @@ class FileRecords(_Records):
 
 
 @dataclass
-class TorchDataLoader(Loader):
+class TorchDataLoader(Workers):
     """`dataset`: memmap, pread or shards; `num_workers` processes, 0 for none, each `prefetch_factor` batches ahead."""
 
     dataset: str = "memmap"
     num_workers: int = 0
-    pin_memory: bool = True
-    prefetch_factor: int = 2
-
-    verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
-
-    _loader: Any = field(default=None, init=False, repr=False)
-    _job: Job | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dataset not in _DATASETS:
@@ -120,19 +113,8 @@ class TorchDataLoader(Loader):
             batch_size=request.batch_size,
             shuffle=True,
             generator=torch.Generator().manual_seed(request.seed),
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory and job.cuda,
-            persistent_workers=self.num_workers > 0,
-            prefetch_factor=self.prefetch_factor if self.num_workers else None,
+            **self.options(job),
         )
-
-    def epochs(self, count: int) -> Iterator[torch.Tensor]:
-        assert self._job is not None
-        for _ in range(count):
-            yield from own_format.to_device(self._loader, self._job)
-
-    def close(self) -> None:
-        self._loader = None  # its workers go with it
 
     def route(self) -> str | None:
         pinned = "pinned, " if self._loader.pin_memory else ""

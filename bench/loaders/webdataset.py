@@ -5,39 +5,28 @@ Its shuffle is of whole shards and of a buffer of samples. Tar files are shared 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from bench.loaders import own_format
-from bench.loaders.base import Job, Loader, need
+from bench.loaders.base import Job, need
+from bench.loaders.workers import Workers
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class WebDataset(Loader):
+class WebDataset(own_format.Converted, Workers):
     """`num_workers` processes, 0 for none; `shuffle_records` in the buffer of each, fewer where they are large."""
 
-    num_workers: int = 8
-    pin_memory: bool = True
-    prefetch_factor: int = 2
     shuffle_records: int = 1000
     shuffle_bytes: int = 1 << 30
-
-    verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
-
-    _directory: Path | None = field(default=None, init=False, repr=False)
-    _files: list[str] = field(default_factory=list, init=False, repr=False)
-    _loader: Any = field(default=None, init=False, repr=False)
-    _job: Job | None = field(default=None, init=False, repr=False)
 
     def convert(self, job: Job) -> None:
         library = need("webdataset", "webdataset")
         self._directory = own_format.folder(job, f"webdataset-{id(self)}")
-        numbers = iter(range(job_records(job)))
+        numbers = iter(range(own_format.request_of(job).shards.num_records))
         for shard, table in enumerate(own_format.request_of(job).shards.tables()):
             path = str(self._directory / f"records-{shard:05d}.tar")
             with library.TarWriter(path, encoder=False) as tar:
@@ -60,31 +49,11 @@ class WebDataset(Loader):
         self._loader = library.WebLoader(
             dataset,
             batch_size=None,
-            num_workers=workers,
-            pin_memory=self.pin_memory and job.cuda,
-            persistent_workers=workers > 0,
-            prefetch_factor=self.prefetch_factor if workers else None,
+            **self.options(job, workers),
         )
-
-    def epochs(self, count: int) -> Iterator[torch.Tensor]:
-        assert self._job is not None
-        for _ in range(count):
-            yield from own_format.to_device(self._loader, self._job)
-
-    def paths(self, job: Job) -> list[str]:
-        return self._files
-
-    def close(self) -> None:
-        self._loader = None
-        own_format.remove(self._directory)
-        self._directory, self._files = None, []
 
     def route(self) -> str | None:
         return f"tar, {self.num_workers} workers, whole shards and buffers of {self.shuffle_records} records shuffled"
-
-
-def job_records(job: Job) -> int:
-    return own_format.request_of(job).shards.num_records
 
 
 def _record(sample: dict[str, Any]) -> torch.Tensor:

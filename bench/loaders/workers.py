@@ -1,0 +1,55 @@
+"""What loaders of torch's DataLoader kind share: worker processes, and batches of host memory that go to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench.loaders.base import Job, Loader
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Workers(Loader):
+    """`num_workers` processes, 0 for none, each `prefetch_factor` batches ahead.
+
+    A subclass's `prepare` sets `_loader` and `_job`.
+    """
+
+    num_workers: int = 8
+    pin_memory: bool = True
+    prefetch_factor: int = 2
+
+    verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
+
+    _loader: Any = field(default=None, init=False, repr=False)
+    _job: Job | None = field(default=None, init=False, repr=False)
+
+    def options(self, job: Job, workers: int | None = None) -> dict[str, Any]:
+        """What a DataLoader is given; `workers` None: as many as were asked for."""
+        count = self.num_workers if workers is None else workers
+        return {
+            "num_workers": count,
+            "pin_memory": self.pin_memory and job.cuda,
+            "persistent_workers": count > 0,
+            "prefetch_factor": self.prefetch_factor if count else None,
+        }
+
+    def batches(self) -> Iterable[torch.Tensor]:
+        """One epoch, in host memory."""
+        batches: Iterable[torch.Tensor] = self._loader
+        return batches
+
+    def epochs(self, count: int) -> Iterator[torch.Tensor]:
+        assert self._job is not None
+        for _ in range(count):
+            for batch in self.batches():
+                # On the current stream, as a training loop does.
+                yield batch.to(self._job.device, non_blocking=True)
+
+    def close(self) -> None:
+        self._loader = None  # its workers go with it
+        super().close()
