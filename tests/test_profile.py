@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gdsstream
-from gdsstream import load, profile
+from gdsstream import load, notices
 from gdsstream.config import StreamConfig
 from gdsstream.engine import merge
 from gdsstream.errors import ConfigError, WriteError
@@ -37,7 +37,7 @@ KNOBS: dict[str, tuple[Any, str, Any, Any]] = {
 @pytest.fixture(autouse=True)
 def _own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(profile, "_warned", set())
+    monkeypatch.setattr(notices, "_said", set())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gdsstream import proofs
+from gdsstream import notices
 from gdsstream.errors import ReadError
 from gdsstream.proofs import GdsProof, gds_proof, proven, store_gds_proof
 
@@ -19,7 +19,7 @@ from gdsstream.proofs import GdsProof, gds_proof, proven, store_gds_proof
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(proofs, "_warned", set())
+    monkeypatch.setattr(notices, "_said", set())
     return tmp_path / "cache/gdsstream/gds-proofs.json"
 
 

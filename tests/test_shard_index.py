@@ -16,6 +16,7 @@ import torch
 from shard_files import rows, write_npy, write_ragged, write_safetensors, write_tar, write_tokens
 
 import gdsstream.shard_index
+from gdsstream import notices
 from gdsstream.errors import HeaderError, TruncatedFileError
 from gdsstream.records import RecordTable, Shard
 from gdsstream.shard_formats import ShardFormat
@@ -29,7 +30,7 @@ NPY = ShardFormat("npy")
 @pytest.fixture(autouse=True)
 def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gdsstream.shard_index, "_said", set())
+    monkeypatch.setattr(notices, "_said", set())
     return tmp_path / "cache" / "gdsstream"
 
 

@@ -17,7 +17,8 @@ from support import Source, evict, make_plan, random_bytes, run_python
 import gdsstream
 from gdsstream import _native
 from gdsstream.checkpoint import FileStamp
-from gdsstream.engine.native import MAPPED, NativeEngine, OpenFile
+from gdsstream.engine.lanes import MAPPED
+from gdsstream.engine.native import NativeEngine, OpenFile
 from gdsstream.errors import (
     ConfigError,
     EngineClosedError,

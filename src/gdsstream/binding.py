@@ -34,6 +34,10 @@ class Place(NamedTuple):
         entries[self.key] = tensor  # type: ignore[assignment]
 
 
+# The attribute of an offloaded layer's forward: its lending, which knows whether the layer still is offloaded.
+MARK = "_gdsstream"
+
+
 @dataclass(eq=False)
 class Streamed:
     """A parameter to be served from slots; all names are those inside the layer."""
@@ -77,6 +81,27 @@ class _Entry(NamedTuple):
     tensor: torch.Tensor
     places: list[Place]
     names: list[str]
+
+
+def check_modules(layers: Sequence[nn.Module]) -> None:
+    """Raise OffloadError for what is no list of separate modules, none of them offloaded."""
+    if not layers:
+        raise OffloadError("there is no module to offload; pass the model's list of layers")
+    seen: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise OffloadError(f"item {index} of modules is a {type(layer).__name__}, not a torch.nn.Module")
+        for part in layer.modules():
+            lending = getattr(part.__dict__.get("forward"), MARK, None)
+            if lending is not None and lending.active:
+                raise OffloadError(
+                    f"layer {index} is offloaded already, or has a part that is; remove that handle first"
+                )
+            other = seen.setdefault(id(part), index)
+            if other != index and (part is layer or part is layers[other]):
+                raise OffloadError(
+                    f"layers {other} and {index} are one module, or one inside the other; give each module once"
+                )
 
 
 def bind(
@@ -281,4 +306,4 @@ def _refuse_kind(name: str, where: str, entry: _Entry) -> None:
         )
 
 
-__all__ = ["Binding", "Bound", "Place", "Resident", "Streamed", "bind"]
+__all__ = ["MARK", "Binding", "Bound", "Place", "Resident", "Streamed", "bind", "check_modules"]

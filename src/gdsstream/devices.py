@@ -45,6 +45,11 @@ def parse_device(device: torch.device | str | int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def default_device() -> str:
+    """What to read to where nobody says: "cuda" where there is a GPU (or a stand-in driver), else "cpu"."""
+    return "cuda" if driver_replaced() or torch.cuda.is_available() else "cpu"
+
+
 def memory_of(device: torch.device) -> torch.device:
     """Where tensors for `device` are allocated: there, unless a stand-in driver copies to host memory."""
     return torch.device("cpu") if device.type == "cuda" and driver_replaced() else device
@@ -139,6 +144,7 @@ __all__ = [
     "allocate",
     "allocate_all",
     "current_stream",
+    "default_device",
     "device_name",
     "driver_replaced",
     "free_device_bytes",

@@ -14,9 +14,11 @@ whether the pass succeeded or raised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from gdsstream.errors import OffloadError
 
@@ -76,6 +78,21 @@ def put_gates(call: Call, inputs: Iterable[torch.Tensor], outputs: Iterable[torc
     return bool(begins)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a forward takes or gives: nested tuples, lists and dicts, and what pytree knows or is a
+    dataclass."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                found += tensors_in(getattr(leaf, field.name))
+    return found
+
+
 class TaskEnd:
     """Calls `ended(task)` when backward pass `task` is over; registers itself with the pass that the thread is in."""
 
@@ -107,4 +124,4 @@ def refuse_double_backward() -> None:
         )
 
 
-__all__ = ["Call", "Gate", "Lender", "TaskEnd", "backward_task", "put_gates", "refuse_double_backward"]
+__all__ = ["Call", "Gate", "Lender", "TaskEnd", "backward_task", "put_gates", "refuse_double_backward", "tensors_in"]

@@ -11,19 +11,18 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gdsstream.devices import current_stream, memory_of
 from gdsstream.errors import LeaseError, OffloadError
 from gdsstream.gates import Call, TaskEnd, backward_task, refuse_double_backward
 from gdsstream.layers import LayerStreamer
 from gdsstream.lease import Lease
-from gdsstream.saved import Cast, Geometry, SlotMemory
+from gdsstream.saved import Cast, Geometry, SlotMemory, unseen
 
 Dequantize = Callable[[str, dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
@@ -308,7 +307,7 @@ class LayerWeights:
         return self._dense[base].view(-1).view(dtype).as_strided(size, stride, offset // dtype.itemsize)
 
     def _cast(self, cast: Cast) -> torch.Tensor:
-        with _unseen():
+        with unseen():
             source = self._view(cast.source)
             copy: torch.Tensor = torch.ops.aten._to_copy.default(
                 source, dtype=cast.dtype, memory_format=cast.memory_format
@@ -323,7 +322,7 @@ class LayerWeights:
                 "an offloaded layer cannot run under torch.func transforms (grad, vmap, jvp): they wrap the "
                 "tensors that weights are served as; remove the handle first"
             )
-        with _unseen():
+        with unseen():
             try:
                 self.lease = lease = self._lending.lease(self.index)
                 lease.use()
@@ -347,7 +346,7 @@ class LayerWeights:
 
     def _give_back(self) -> None:
         assert self.lease is not None
-        with _unseen():
+        with unseen():
             for parameter, empty in self._empty:
                 parameter.data = empty
             self._dense.clear()
@@ -391,19 +390,6 @@ class LayerWeights:
             f"parameter {name!r} of layer {self.index} is streamed, and requires_grad was set on it: a streamed weight "
             "cannot be trained; call requires_grad_(False) on it, or offload again with it in resident=[...]"
         )
-
-
-def _unseen() -> AbstractContextManager[object]:
-    """Our own tensor operations are no business of modes that watch the layer's, and outlive inference mode."""
-    watched, inference = torch._C._len_torch_dispatch_stack(), torch.is_inference_mode_enabled()
-    if not watched and not inference:
-        return nullcontext()
-    stack = ExitStack()
-    if inference:
-        stack.enter_context(torch.inference_mode(False))
-    if watched:
-        stack.enter_context(_disable_current_modes())
-    return stack
 
 
 __all__ = ["Dequantize", "Hold", "LayerWeights", "Lending", "Served"]

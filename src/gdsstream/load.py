@@ -26,9 +26,10 @@ from gdsstream.devices import allocate, allocate_all, memory_of, parse_device
 from gdsstream.dtypes import torch_dtype
 from gdsstream.engine import Engine, Transfer, merge, open_engine
 from gdsstream.engine.base import SourceFile
-from gdsstream.engine.native import NativeEngine, check_records, say_once
+from gdsstream.engine.native import NativeEngine, check_records
 from gdsstream.errors import BackendUnavailableError, ConfigError, ReadError
 from gdsstream.header import CheckpointFile, FileStamp, TensorSpec
+from gdsstream.notices import say_once
 from gdsstream.plan import ReadPlan, plan_separate
 from gdsstream.proofs import proven
 from gdsstream.sidecar import LoadCheck
@@ -289,10 +290,12 @@ def _engine_for(device: torch.device, config: StreamConfig, path: str) -> Engine
             try:
                 engine = shared_engine(device, replace(config, backend="cufile"))
             except (BackendUnavailableError, ConfigError) as error:
-                say_once(f"{proof.mount_point} has a proof of GPUDirect Storage, but cufile cannot be used: {error}")
+                say_once(
+                    log, f"{proof.mount_point} has a proof of GPUDirect Storage, but cufile cannot be used: {error}"
+                )
             else:
                 say_once(
-                    f"backend auto on {device}: cufile, because {proof.mount_point} has a proof ({proof.evidence})"
+                    log, f"backend auto on {device}: cufile, because {proof.mount_point} has a proof ({proof.evidence})"
                 )
                 return engine
     return shared_engine(device, config)

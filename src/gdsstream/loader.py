@@ -25,14 +25,13 @@ import torch
 
 from gdsstream.batches import Pad, batch_formats
 from gdsstream.config import StreamConfig
-from gdsstream.devices import parse_device
+from gdsstream.devices import default_device, parse_device
 from gdsstream.engine import merge
 from gdsstream.epoch_sampler import epoch_sampler
 from gdsstream.errors import ConfigError, EngineClosedError
 from gdsstream.feed import Feed, Locator, OrderFeed, SamplerFeed
 from gdsstream.loader_arguments import (
     check_arguments,
-    default_device,
     default_prefetch,
     draw_seed,
     open_dataset,
@@ -182,7 +181,7 @@ class ShardLoader(Generic[Batch]):
         self.on_error = on_error
         self.block_records = BLOCK_RECORDS if block_records is None else block_records
         self.window_blocks = WINDOW_BLOCKS if window_blocks is None else window_blocks
-        self._wanted_device = default_device(device)
+        self._wanted_device = default_device() if device is None else device
         target = parse_device(self._wanted_device)
         self.config = merge(config, knobs, path=self.dataset.paths[0], device=target, native=True)
         if self.shuffle == "block" and self.config.direct_io is None:

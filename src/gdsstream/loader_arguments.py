@@ -8,7 +8,6 @@ from typing import Any, get_args
 import torch
 
 from gdsstream.batches import FieldFormat
-from gdsstream.devices import driver_replaced, parse_device
 from gdsstream.errors import ConfigError
 from gdsstream.header import PathLike
 from gdsstream.sampling import Partition, checked_shuffle
@@ -115,14 +114,6 @@ def draw_seed(seed: int | None, generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator).item())
 
 
-def default_device(device: torch.device | str | int | None) -> torch.device | str | int:
-    """What to read to; checked now, and with its index only when it is used: "cuda" is whichever is current then."""
-    if device is None:
-        return "cuda" if torch.cuda.is_available() or driver_replaced() else "cpu"
-    parse_device(device)
-    return device
-
-
 def default_prefetch(formats: Sequence[FieldFormat], batch_size: int) -> int:
     """How many batches to read ahead: two, or enough small ones. What a ragged field takes is not known before."""
     if any(form.field.ragged for form in formats):
@@ -157,4 +148,4 @@ def _whole(name: str, value: object, least: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it has to be a whole number, at least {least}")
 
 
-__all__ = ["check_arguments", "default_device", "draw_seed", "open_dataset", "ranks_here", "split_knobs"]
+__all__ = ["check_arguments", "default_prefetch", "draw_seed", "open_dataset", "ranks_here", "split_knobs"]

@@ -20,22 +20,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from gdsstream.binding import Binding, Bound, Place, Streamed, bind
+from gdsstream.binding import MARK, Binding, Bound, Place, Streamed, bind, check_modules
 from gdsstream.checkpoint import Checkpoint
 from gdsstream.config import StreamConfig
 from gdsstream.devices import memory_of, parse_device
 from gdsstream.engine import merge
 from gdsstream.errors import MemoryBudgetError, OffloadError
-from gdsstream.gates import Call, backward_task, put_gates
+from gdsstream.gates import Call, backward_task, put_gates, tensors_in
 from gdsstream.guards import Undo, guard, set_attribute
 from gdsstream.layers import LayerStreamer
 from gdsstream.layout import Fuse, find_pattern
@@ -104,7 +102,7 @@ def offload(
         checkpoint lacks; what LayerStreamer raises. The modules are then as they were.
     """
     layers = list(modules)
-    _check_modules(layers)
+    check_modules(layers)
     hooks_on_top()
     with torch.inference_mode(False):  # slots outlive it
         source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
@@ -286,7 +284,7 @@ class OffloadHandle:
                 uncompiled = torch.compiler.disable(run, reason="an offloaded layer")  # type: ignore[no-untyped-call]
             return uncompiled(args, kwargs)
 
-        forward._gdsstream = lending  # type: ignore[attr-defined]
+        setattr(forward, MARK, lending)
         return set_attribute(module, "forward", forward)
 
     def _forward(self, layer: LayerWeights, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -311,7 +309,7 @@ class OffloadHandle:
         self._lending.threads.add(get_ident())
         with saving(layer, call, layer.memory(), casts=self._casts(layer)):
             output = original(*args, **kwargs)
-        if put_gates(call, _tensors((args, kwargs)), _tensors(output)) and backward_task() != -1:
+        if put_gates(call, tensors_in((args, kwargs)), tensors_in(output)) and backward_task() != -1:
             # Recomputed for a backward pass that is about to begin here: it would only lease the layer again.
             layer.begin_if_alone(call)
         return output
@@ -350,26 +348,6 @@ class _OrderChoice:
             self._current = order
 
 
-def _check_modules(layers: Sequence[nn.Module]) -> None:
-    if not layers:
-        raise OffloadError("there is no module to offload; pass the model's list of layers")
-    seen: dict[int, int] = {}
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise OffloadError(f"item {index} of modules is a {type(layer).__name__}, not a torch.nn.Module")
-        for part in layer.modules():
-            lending = getattr(part.__dict__.get("forward"), "_gdsstream", None)
-            if lending is not None and lending.active:
-                raise OffloadError(
-                    f"layer {index} is offloaded already, or has a part that is; remove that handle first"
-                )
-            other = seen.setdefault(id(part), index)
-            if other != index and (part is layer or part is layers[other]):
-                raise OffloadError(
-                    f"layers {other} and {index} are one module, or one inside the other; give each module once"
-                )
-
-
 def _open(
     binding: Binding,
     checkpoint: Checkpoint,
@@ -401,21 +379,6 @@ def _open(
         debug=debug,
         config=settings,
     )
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in what a forward takes or gives: nested tuples, lists and dicts, and what pytree knows or is a
-    dataclass."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in fields(leaf):
-                found += _tensors(getattr(leaf, field.name))
-    return found
 
 
 __all__ = ["OffloadHandle", "offload"]

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,8 @@ from gdsstream import _native
 from gdsstream.config import StreamConfig, parse_flag
 from gdsstream.devices import device_name
 from gdsstream.errors import ConfigError, WriteError
+from gdsstream.notices import say_once
+from gdsstream.small_files import replace_text
 from gdsstream.storage import Mount, find_mount
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ AnyPath: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 #: The knobs that a profile may set.
 TUNED = ("backend", "reader", "direct_io", "chunk_size", "io_depth", "num_threads", "staging_bytes")
 _VERSION = 1
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +142,10 @@ def store_profile(profile: Profile) -> Path:
 
     Raises WriteError where the folder cannot be written.
     """
-    folder = profiles_folder()
-    path = folder / _name(profile.here)
+    path = profiles_folder() / _name(profile.here)
     content = {"version": _VERSION, **asdict(profile)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}", dir=folder)
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=1) + "\n")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_text(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise WriteError(
             f"{path} cannot be written: {error}; set XDG_CONFIG_HOME to a writable folder", error.errno
@@ -236,9 +227,7 @@ def _parse(data: Mapping[str, Any]) -> Profile:
 
 
 def _warn(path: str, why: str) -> None:
-    if path not in _warned:
-        _warned.add(path)
-        log.warning("%s is ignored: %s", path, why)
+    say_once(log, f"{path} is ignored: {why}", about=path)
 
 
 __all__ = [

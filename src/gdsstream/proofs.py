@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from gdsstream.errors import ReadError
+from gdsstream.notices import say_once
+from gdsstream.small_files import replace_text
 from gdsstream.storage import find_mount, read_mounts
 
 log = logging.getLogger(__name__)
-
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +99,7 @@ def store_gds_proof(proof: GdsProof) -> Path:
     kept = [other for other in _load_proofs() if other._key() != proof._key()]
     content = json.dumps({"version": 1, "proofs": [asdict(one) for one in (*kept, proof)]}, indent=1) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(content)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_text(path, content)
     except OSError as error:
         raise ReadError(
             f"{path} cannot be written: {error}; set XDG_CACHE_HOME to a writable one", error.errno
@@ -130,9 +121,8 @@ def _load_proofs() -> list[GdsProof]:
         reason = "" if error.errno in (errno.ENOENT, errno.ENOTDIR) else str(error)
     except (ValueError, TypeError, KeyError) as error:
         reason = f"not a list of proofs: {error!r}"
-    if reason and str(path) not in _warned:
-        _warned.add(str(path))
-        log.warning("%s is ignored (%s); remove it", path, reason)
+    if reason:
+        say_once(log, f"{path} is ignored ({reason}); remove it", about=str(path))
     return []
 
 

@@ -15,13 +15,13 @@ say, which ours would shadow), and without such hooks autograd keeps it as it al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gdsstream.errors import OffloadError
 
@@ -240,6 +240,19 @@ def _unpack(packed: Any) -> torch.Tensor:
     return packed.restore()  # type: ignore[no-any-return]
 
 
+def unseen() -> AbstractContextManager[object]:
+    """Our own tensor operations are no business of modes that watch the layer's, and outlive inference mode."""
+    watched, inference = torch._C._len_torch_dispatch_stack(), torch.is_inference_mode_enabled()
+    if not watched and not inference:
+        return nullcontext()
+    stack = ExitStack()
+    if inference:
+        stack.enter_context(torch.inference_mode(False))
+    if watched:
+        stack.enter_context(_disable_current_modes())
+    return stack
+
+
 __all__ = [
     "Cast",
     "CastRecorder",
@@ -250,4 +263,5 @@ __all__ = [
     "Weights",
     "hooks_on_top",
     "saving",
+    "unseen",
 ]

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdsstream.dtypes import DTYPES
+from gdsstream.notices import say_once
 from gdsstream.records import KINDS, Column, Shard, Words
 from gdsstream.shard_formats import ShardFormat
 from gdsstream.shard_paths import ShardPath
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 # Reading headers waits for storage, and little else.
 _READERS = 16
-
-_said: set[str] = set()
 
 
 class _Entry(NamedTuple):
@@ -176,11 +175,12 @@ def _save(directory: str, format: ShardFormat, index: dict[str, _Entry], wanted:
     try:
         os.makedirs(os.path.dirname(cached), mode=0o700, exist_ok=True)
         _write(cached, arrays)
-        _say(f"the shard index of {directory} is kept in {cached}: {reason}")
+        say_once(log, f"the shard index of {directory} is kept in {cached}: {reason}")
     except OSError as error:
-        _say(
+        say_once(
+            log,
             f"the shard index of {directory} is not kept, so that headers are read at each start: {reason}, "
-            f"and {cached}: {error.strerror or error}"
+            f"and {cached}: {error.strerror or error}",
         )
 
 
@@ -213,12 +213,6 @@ def _write(path: str, arrays: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
-
-
-def _say(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)
 
 
 __all__ = ["index_name", "index_paths", "read_shards"]

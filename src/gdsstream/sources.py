@@ -95,7 +95,6 @@ class LayerSources:
                 except MemoryBudgetError as error:
                     raise MemoryBudgetError(f"layer {layer} does not fit into the host tier: {error}") from error
             self._sources[layer] = _Source(opened, source.numbers, host=True)
-            self._requests = {key: request for key, request in self._requests.items() if key[0] != layer}
 
     def nbytes(self, layer: int, experts: frozenset[int] | None = None) -> int:
         """Bytes that reading the layer moves."""

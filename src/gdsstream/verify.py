@@ -21,7 +21,7 @@ import torch
 
 from gdsstream.checksum import checksum, finish, partial_sums
 from gdsstream.config import StreamConfig
-from gdsstream.devices import parse_device
+from gdsstream.devices import default_device, parse_device
 from gdsstream.engine import merge
 from gdsstream.errors import CheckpointError, ReadError
 from gdsstream.header import CheckpointFile, PathLike, TensorSpec, read_file, status_of
@@ -86,7 +86,7 @@ def verify_checkpoint(
     lacks the file, ConfigError, BackendUnavailableError, MemoryBudgetError.
     """
     started = time.perf_counter()
-    target = parse_device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    target = parse_device(default_device() if device is None else device)
     where = os.path.abspath(os.fsdecode(path))
     engine = shared_engine(target, merge(config, knobs, path=where, device=target))
     directory, records = _records(where)

@@ -37,7 +37,7 @@ def command(path: str, device: str | None, seconds: float, as_json: bool) -> Non
     Files are only read; what the page cache holds of them is dropped, so that the storage itself is measured. GB/s are
     decimal.
     """
-    from gdsstream.cli.devices import default_device
+    from gdsstream.devices import default_device
     from gdsstream.limits import limits
 
     emit(report(limits(path, device or default_device(), seconds=seconds)), as_json=as_json)

@@ -23,7 +23,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 
 def _measured(path: str) -> dict[Station, Rate]:
     """Storage and link, as far as this machine has them."""
-    from gdsstream.cli.devices import default_device
+    from gdsstream.devices import default_device
     from gdsstream.limits import limits
 
     device = default_device()

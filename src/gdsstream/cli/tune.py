@@ -43,8 +43,8 @@ def command(path: str, device: str | None, seconds: float, dry_run: bool, as_jso
     offload and the benchmark go by it. An argument goes before the environment, that before the profile, that before
     what is built in. GDSSTREAM_PROFILE=0 leaves profiles out; profiles are in ~/.config/gdsstream/profiles.
     """
-    from gdsstream.cli.devices import default_device
     from gdsstream.cli.progress import byte_progress
+    from gdsstream.devices import default_device
     from gdsstream.tune_path import Tuner
 
     with Tuner(path, device or default_device(), seconds=seconds) as tuner:

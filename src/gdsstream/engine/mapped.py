@@ -13,7 +13,7 @@ from gdsstream import _native
 from gdsstream.config import StreamConfig
 from gdsstream.engine.base import SourceFile
 from gdsstream.engine.budget import free_bytes
-from gdsstream.engine.native import MAPPED
+from gdsstream.engine.lanes import MAPPED
 from gdsstream.engine.staged import StagedEngine
 from gdsstream.errors import MemoryBudgetError
 

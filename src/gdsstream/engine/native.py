@@ -32,24 +32,14 @@ from gdsstream.engine.base import (
     check_process,
 )
 from gdsstream.engine.budget import free_bytes
-from gdsstream.errors import BackendUnavailableError, ConfigError, MemoryBudgetError
+from gdsstream.engine.lanes import HOST_COPY, MAPPED, PAGE_CACHE, make_lanes
+from gdsstream.errors import ConfigError, MemoryBudgetError
 from gdsstream.topology import gpu_numa_node, node_cpus
 
 log = logging.getLogger(__name__)
 
 # Longer than a wake-up costs, shorter than a person notices: after each the interpreter handles signals.
 _POLL_S = 0.05
-_MAX_AUTO_THREADS = 12
-_AUTO_DEPTH = 256
-_URING_THREADS = 4
-# Where io_uring is not to be had, only many threads keep a disk's queue filled.
-_DIRECT_PREAD_THREADS = 32
-# Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
-_DIRECT_READ_BYTES = 512 << 10
-
-PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
-# What the mapped lane is called where it reads pinned copies.
-_HOST_COPY = 3
 
 
 class OpenFile(NamedTuple):
@@ -131,7 +121,7 @@ class NativeEngine(Engine):
         self._quarantined: list[tuple[_native.Transfer, Sequence[object]]] = []
         self._transfers = 0
         self._lanes_used: set[int] = set()
-        self._lanes, self._lane_names = _lanes(config)
+        self._lanes, self._lane_names = make_lanes(config)
         node = gpu_numa_node(_native.pci_bus_id(device.index)) if device.type == "cuda" and config.numa else -1
         self._native = _native.Engine(
             device=device.index if device.type == "cuda" else -1,
@@ -344,65 +334,13 @@ class NativeEngine(Engine):
             self._quarantined.clear()
 
 
-def _lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
-    """The three lanes, in the order of PAGE_CACHE, DIRECT, MAPPED, and what to call them."""
-    cores = len(os.sched_getaffinity(0))
-    threads = config.num_threads or min(cores, _MAX_AUTO_THREADS)
-    depth = config.io_depth or _AUTO_DEPTH
-    reason = _native.io_uring_reason() if config.reader != "pread" else 'reader="pread"'
-    if config.reader == "io_uring" and reason:
-        raise BackendUnavailableError(f'reader="io_uring" cannot run: {reason}; use reader="auto" or "pread"')
-    if config.reader == "auto" and reason:
-        say_once(f"reads with O_DIRECT use threads instead of io_uring: {reason}")
-    buffered = "io_uring" if config.reader == "io_uring" else "pread"
-    direct = "pread" if reason else "io_uring"
-    uring_threads = config.num_threads or min(cores, _URING_THREADS)
-    direct_threads = (config.num_threads or _DIRECT_PREAD_THREADS) if direct == "pread" else uring_threads
-    lanes = [
-        _native.Lane(
-            buffered,
-            direct=False,
-            threads=threads,
-            depth=depth if buffered == "io_uring" else 1,
-            read_bytes=config.chunk_bytes,
-            faults=config.faults,
-        ),
-        _native.Lane(
-            direct,
-            direct=True,
-            threads=direct_threads,
-            depth=depth if direct == "io_uring" else 1,
-            read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
-            fixed_buffers=direct == "io_uring",
-            faults=config.faults,
-        ),
-        _native.Lane("mapped", direct=False, threads=1, depth=1, read_bytes=config.chunk_bytes, faults=config.faults),
-    ]
-    return lanes, [
-        f"page cache by {buffered} x{threads}",
-        f"O_DIRECT by {direct} x{direct_threads}" + (f" of depth {depth}" if direct == "io_uring" else ""),
-        "registered page cache",
-        "pinned copy in host memory",
-    ]
-
-
 def _lanes_of(opened: Sequence[OpenFile]) -> frozenset[int]:
-    return frozenset(_HOST_COPY if file.native.host_copy else file.lane for file in opened)
+    return frozenset(HOST_COPY if file.native.host_copy else file.lane for file in opened)
 
 
 def _open(file: SourceFile) -> _native.File:
     stamp = file.stamp
     return _native.File(file.path, (stamp.device, stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns))
-
-
-_said: set[str] = set()
-
-
-def say_once(text: str) -> None:
-    """Log a choice or a fallback the first time it is made in this process."""
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)
 
 
 def check_records(file_index: NDArray[np.int32], offsets: NDArray[np.int64], record_bytes: int, num_files: int) -> None:

@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from gdsstream import _native, storage
 from gdsstream.engine.base import SourceFile
-from gdsstream.engine.native import DIRECT, PAGE_CACHE, NativeEngine
+from gdsstream.engine.lanes import DIRECT, PAGE_CACHE
+from gdsstream.engine.native import NativeEngine
 from gdsstream.errors import ConfigError
 
 # A read through the cache costs one copy more than O_DIRECT, a read of what is cached costs no disk at all: with half

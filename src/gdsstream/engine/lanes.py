@@ -1,0 +1,70 @@
+"""The lanes of a native engine: which readers there are, how many threads each has, and what they are called."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from gdsstream import _native
+from gdsstream.config import StreamConfig
+from gdsstream.errors import BackendUnavailableError
+from gdsstream.notices import say_once
+
+log = logging.getLogger(__name__)
+
+_MAX_AUTO_THREADS = 12
+_AUTO_DEPTH = 256
+_URING_THREADS = 4
+# Where io_uring is not to be had, only many threads keep a disk's queue filled.
+_DIRECT_PREAD_THREADS = 32
+# Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
+_DIRECT_READ_BYTES = 512 << 10
+
+PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
+# What the mapped lane is called where it reads pinned copies.
+HOST_COPY = 3
+
+
+def make_lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
+    """The three lanes, in the order of PAGE_CACHE, DIRECT, MAPPED, and what to call them."""
+    cores = len(os.sched_getaffinity(0))
+    threads = config.num_threads or min(cores, _MAX_AUTO_THREADS)
+    depth = config.io_depth or _AUTO_DEPTH
+    reason = _native.io_uring_reason() if config.reader != "pread" else 'reader="pread"'
+    if config.reader == "io_uring" and reason:
+        raise BackendUnavailableError(f'reader="io_uring" cannot run: {reason}; use reader="auto" or "pread"')
+    if config.reader == "auto" and reason:
+        say_once(log, f"reads with O_DIRECT use threads instead of io_uring: {reason}")
+    buffered = "io_uring" if config.reader == "io_uring" else "pread"
+    direct = "pread" if reason else "io_uring"
+    uring_threads = config.num_threads or min(cores, _URING_THREADS)
+    direct_threads = (config.num_threads or _DIRECT_PREAD_THREADS) if direct == "pread" else uring_threads
+    lanes = [
+        _native.Lane(
+            buffered,
+            direct=False,
+            threads=threads,
+            depth=depth if buffered == "io_uring" else 1,
+            read_bytes=config.chunk_bytes,
+            faults=config.faults,
+        ),
+        _native.Lane(
+            direct,
+            direct=True,
+            threads=direct_threads,
+            depth=depth if direct == "io_uring" else 1,
+            read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
+            fixed_buffers=direct == "io_uring",
+            faults=config.faults,
+        ),
+        _native.Lane("mapped", direct=False, threads=1, depth=1, read_bytes=config.chunk_bytes, faults=config.faults),
+    ]
+    return lanes, [
+        f"page cache by {buffered} x{threads}",
+        f"O_DIRECT by {direct} x{direct_threads}" + (f" of depth {depth}" if direct == "io_uring" else ""),
+        "registered page cache",
+        "pinned copy in host memory",
+    ]
+
+
+__all__ = ["DIRECT", "HOST_COPY", "MAPPED", "PAGE_CACHE", "make_lanes"]
