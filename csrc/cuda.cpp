@@ -3,7 +3,9 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <utility>
@@ -92,6 +94,7 @@ Loaded load() {
     resolve(library, "cuEventQuery", d.event_query, missing);
     resolve(library, "cuEventSynchronize", d.event_synchronize, missing);
     resolve(library, "cuMemcpyHtoDAsync_v2", d.copy_to_device, missing);
+    resolve(library, "cuMemGetAddressRange_v2", d.address_range, missing);
     resolve(library, "cuMemHostRegister_v2", d.host_register, missing);
     resolve(library, "cuMemHostUnregister", d.host_unregister, missing);
     resolve(library, "cuGetErrorName", d.error_name, missing);
@@ -152,14 +155,33 @@ bool copied_in_batches(const Driver& d, std::vector<DevicePointer>& targets, std
 
 }  // namespace
 
+namespace {
+
+// What tells a bad address from a bad stream when a driver only says "invalid argument".
+std::string copying(DevicePointer target, DevicePointer source, std::size_t bytes) {
+    std::array<char, 96> text{};
+    std::snprintf(text.data(), text.size(), "copying %zu bytes at %#llx to the device at %#llx", bytes,
+                  static_cast<unsigned long long>(source), static_cast<unsigned long long>(target));
+    return text.data();
+}
+
+}  // namespace
+
 void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
               StreamHandle stream) {
     const Driver& d = *driver();
     if (copied_in_batches(d, targets, sources, bytes, stream)) return;
     for (std::size_t i = 0; i < bytes.size(); ++i) {
-        check(d.copy_to_device(targets[i], reinterpret_cast<const void*>(sources[i]), bytes[i], stream),
-              "copying to the device");
+        const Result result = d.copy_to_device(targets[i], reinterpret_cast<const void*>(sources[i]), bytes[i], stream);
+        if (result != kSuccess) check(result, copying(targets[i], sources[i], bytes[i]).c_str());
     }
+}
+
+DevicePointer allocation_end(DevicePointer address) {
+    DevicePointer base = 0;
+    std::size_t bytes = 0;
+    const bool known = driver()->address_range(&base, &bytes, address) == kSuccess;
+    return known ? base + bytes : std::numeric_limits<DevicePointer>::max();
 }
 
 namespace {

@@ -45,6 +45,7 @@ struct Driver {
     // Since CUDA 12.8; nullptr in older drivers. The attributes are BatchAttributes of cuda.cpp.
     Result (*copy_batch)(DevicePointer*, DevicePointer*, std::size_t*, std::size_t, void*, std::size_t*, std::size_t,
                          StreamHandle);
+    Result (*address_range)(DevicePointer*, std::size_t*, DevicePointer);
     // nullptr where the library has none: times are then unknown.
     Result (*event_elapsed)(float*, EventHandle, EventHandle);
     Result (*host_register)(void*, std::size_t, unsigned);
@@ -66,6 +67,10 @@ void check(Result result, const char* doing);
 // 0.95 one by one, 64 KiB copies 0.94 and 0.30 (H200, PCIe 5 x16). The three arrays are of equal length.
 void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
               StreamHandle stream);
+
+// The end of the device allocation that `address` is in; the largest address where the driver knows of none. The calling
+// thread has its context current.
+DevicePointer allocation_end(DevicePointer address);
 
 // "0000:3b:00.0"; needs no context. Throws as Device::open.
 std::string pci_bus_id(int ordinal);

@@ -1,5 +1,6 @@
 #include "sink.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -26,9 +27,16 @@ class CudaSink : public Sink {
         std::vector<cuda::DevicePointer> sources;
         std::vector<std::size_t> bytes;
         for (const CopySpan& copy : copies) {
-            targets.push_back(copy.target);
-            sources.push_back(copy.source);
-            bytes.push_back(copy.bytes);
+            // A driver refuses a copy that reaches from one allocation into the next, however close they lie.
+            for (std::uint64_t done = 0; done < copy.bytes;) {
+                const cuda::DevicePointer target = copy.target + done;
+                const std::uint64_t room = copy.joined ? cuda::allocation_end(target) - target : copy.bytes;
+                const std::uint64_t part = std::min(copy.bytes - done, room);
+                targets.push_back(target);
+                sources.push_back(copy.source + done);
+                bytes.push_back(part);
+                done += part;
+            }
         }
         cuda::copy_all(targets, sources, bytes, device_->copy_stream(channel));
     }

@@ -164,8 +164,9 @@ void expand_staged(const std::vector<Extent>& extents, const Task& task, const C
             if (!copies.empty() && copies.back().source + copies.back().bytes == source &&
                 copies.back().target + copies.back().bytes == target) {
                 copies.back().bytes += bytes;
+                copies.back().joined = true;
             } else {
-                copies.push_back(CopySpan{source, target, bytes, file});
+                copies.push_back(CopySpan{source, target, bytes, file, false});
             }
         });
     if (any) push_read(reads, open, rules.read_bytes);
@@ -194,8 +195,9 @@ void expand_mapped(const std::vector<Extent>& extents, const Task& task, std::ve
             if (!copies.empty() && copies.back().file == file && copies.back().source + copies.back().bytes == offset &&
                 copies.back().target + copies.back().bytes == target) {
                 copies.back().bytes += bytes;
+                copies.back().joined = true;
             } else {
-                copies.push_back(CopySpan{offset, target, bytes, file});
+                copies.push_back(CopySpan{offset, target, bytes, file, false});
             }
         });
 }

@@ -49,6 +49,7 @@ struct CopySpan {
     std::uint64_t target = 0;
     std::uint64_t bytes = 0;
     std::uint32_t file = 0;
+    bool joined = false;  // of several extents, whose targets may belong to several allocations that happen to touch
 };
 
 // Staged: reads into one slot, neighbours in one read, and the copies out of it, neighbours in one copy.

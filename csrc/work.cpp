@@ -24,6 +24,7 @@ void compact(std::vector<CopySpan>& copies) {
             std::memmove(reinterpret_cast<void*>(last.source + last.bytes), reinterpret_cast<const void*>(next.source),
                          next.bytes);
             last.bytes += next.bytes;
+            last.joined = true;
         } else {
             copies[++kept] = next;
         }

@@ -50,6 +50,24 @@ def check(loaded: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> N
         assert torch.equal(loaded[name].cpu(), tensor), name
 
 
+@pytest.mark.parametrize("knobs", [{}, {"direct_io": True}, {"backend": "mapped", "host_cache_bytes": "1GB"}])
+def test_tensors_that_touch_in_different_allocations(tmp_path: Path, knobs: dict[str, object]) -> None:
+    # torch gives tensors of these sizes the ends and beginnings of blocks of 2, 16 and 20 MiB, which lie end to end in
+    # the device's addresses; so do the tensors in the file, in the same order.
+    sizes = {"a.gate": MIB // 2, "b.k": 2 * MIB, "c.o": 16 * MIB, "d.q": 16 * MIB, "e.v": 2 * MIB, "f.up": 3 * MIB}
+    generator = torch.Generator().manual_seed(11)
+    tensors = {
+        f"layer.{layer:02}.{name}": torch.randint(0, 255, (nbytes,), dtype=torch.uint8, generator=generator)
+        for layer in range(12)
+        for name, nbytes in sizes.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    wanted = reference(tmp_path)
+    for _ in range(3):
+        torch.cuda.empty_cache()
+        check(gdsstream.load_file(tmp_path / "model.safetensors", device="cuda", **knobs), wanted)
+
+
 @pytest.mark.parametrize(
     "knobs",
     [

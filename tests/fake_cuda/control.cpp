@@ -38,6 +38,12 @@ void fake_cuda_clear_faults() {
     Driver::instance().faults.clear();
 }
 
+int fake_cuda_allocation(unsigned long long address, unsigned long long bytes) {
+    if (Driver::instance().forked()) return -1;
+    const Lock lock(Scheduler::instance().mutex);
+    return Driver::instance().allocations.emplace(address, bytes).second ? 0 : -1;
+}
+
 void fake_cuda_set_delay_us(unsigned microseconds) { Scheduler::instance().set_delay_us(microseconds); }
 
 void fake_cuda_pause(int on) {

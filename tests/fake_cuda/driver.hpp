@@ -25,6 +25,7 @@ namespace fake __attribute__((visibility("hidden"))) {
         kInvalidDevice = 101,
         kInvalidContext = 201,
         kInvalidHandle = 400,
+        kNotFound = 500,
         kNotReady = 600,
         kNotSupported = 801,
         kContextIsDestroyed = 709,
@@ -61,6 +62,7 @@ namespace fake __attribute__((visibility("hidden"))) {
         "cuEventSynchronize",
         "cuMemAlloc_v2",
         "cuMemFree_v2",
+        "cuMemGetAddressRange_v2",
         "cuMemGetInfo_v2",
         "cuPointerGetAttribute",
         "cuMemHostRegister_v2",
@@ -148,6 +150,14 @@ namespace fake __attribute__((visibility("hidden"))) {
             if (next == registrations.begin()) return registrations.end();
             --next;
             return address - next->first < next->second->bytes ? next : registrations.end();
+        }
+
+        // The allocation that holds `address`, or the end.
+        auto allocation_at(CUdeviceptr address) {
+            auto next = allocations.upper_bound(address);
+            if (next == allocations.begin()) return allocations.end();
+            --next;
+            return address - next->first < next->second ? next : allocations.end();
         }
 
         int injected_fault(int symbol) {

@@ -52,6 +52,7 @@ CUresult cuEventSynchronize(CUevent event);
 
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes);
 CUresult cuMemFree_v2(CUdeviceptr pointer);
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr address);
 CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes);
 CUresult cuPointerGetAttribute(void* value, int attribute, CUdeviceptr pointer);
 CUresult cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned flags);

@@ -54,6 +54,10 @@ unsigned long fake_cuda_counter(const char* name);
 int fake_cuda_fail(const char* symbol, int result, int after_n_calls, int times);
 void fake_cuda_clear_faults(void);
 
+// From now on [address, address + bytes) counts as a device allocation of its own, as if cuMemAlloc_v2 had made it: a
+// copy that begins in it and reaches past its end is refused. Memory that nobody told of has no bounds.
+int fake_cuda_allocation(unsigned long long address, unsigned long long bytes);
+
 void fake_cuda_set_delay_us(unsigned microseconds);
 // While paused, no operation starts. Returns after the copies that were running are done.
 void fake_cuda_pause(int on);

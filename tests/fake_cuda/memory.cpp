@@ -18,6 +18,11 @@ CUresult enqueue_copy(Call& call, Stream& stream, void* target, const void* sour
                       const void* host_side, bool count_pageable) {
     if (target == nullptr || source == nullptr) return bytes == 0 ? kSuccess : kInvalidValue;
     if (bytes == 0) return kSuccess;
+    const auto begin = reinterpret_cast<CUdeviceptr>(target);
+    const auto allocation = call.driver.allocation_at(begin);
+    if (allocation != call.driver.allocations.end() && begin + bytes > allocation->first + allocation->second) {
+        return kInvalidValue;
+    }
     const auto host = reinterpret_cast<std::uintptr_t>(host_side);
     std::shared_ptr<Registration> registration;
     if (const auto found = call.driver.registration_at(host); found != call.driver.registrations.end()) {
@@ -78,6 +83,16 @@ CUresult cuMemFree_v2(CUdeviceptr pointer) {
     // The driver waits here too: nothing that is queued loses its memory.
     if (!call.scheduler.wait_for_context(call.lock, call.context())) return kDeinitialized;
     std::free(host_address(pointer));
+    return kSuccess;
+}
+
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* bytes, CUdeviceptr address) {
+    Call call("cuMemGetAddressRange_v2", Needs::context);
+    if (call.refused != kSuccess) return call.refused;
+    const auto found = call.driver.allocation_at(address);
+    if (found == call.driver.allocations.end()) return kNotFound;
+    if (base != nullptr) *base = found->first;
+    if (bytes != nullptr) *bytes = found->second;
     return kSuccess;
 }
 

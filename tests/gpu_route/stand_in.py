@@ -26,6 +26,7 @@ _SIGNATURES = {
     "fake_cuda_counter": (ctypes.c_ulong, [ctypes.c_char_p]),
     "fake_cuda_fail": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
     "fake_cuda_clear_faults": (None, []),
+    "fake_cuda_allocation": (ctypes.c_int, [ctypes.c_uint64, ctypes.c_uint64]),
     "fake_cuda_set_delay_us": (None, [ctypes.c_uint]),
     "fake_cuda_pause": (None, [ctypes.c_int]),
     "fake_cuda_drain": (ctypes.c_int, []),
@@ -59,6 +60,10 @@ class StandIn:
 
     def clear_faults(self) -> None:
         self._library.fake_cuda_clear_faults()
+
+    def allocation(self, address: int, nbytes: int) -> None:
+        """That memory is a device allocation of its own from now on: no copy may reach from it into another."""
+        assert self._library.fake_cuda_allocation(address, nbytes) == 0
 
     def set_delay_us(self, limit: int) -> None:
         self._library.fake_cuda_set_delay_us(limit)
