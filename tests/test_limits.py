@@ -195,6 +195,13 @@ def test_bare_reads_of_a_file(file: Path):
     assert ceilings.cached(sample).rate > 0
 
 
+def test_cached_reads_of_a_small_file_on_many_cores(file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    found = ceilings.cached(SampleFiles(file))
+    assert found.rate > 0
+    assert "best of 2 settings" in found.how, "more threads have less than a block each"
+
+
 def test_no_time_is_one_setting(file: Path):
     found = ceilings.storage(SampleFiles(file), direct=False, seconds=0)
     assert "best of 1 settings" in found.how
