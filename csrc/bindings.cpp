@@ -1,6 +1,7 @@
 // The Python face of the native engine. Conversions only: every decision is made elsewhere.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -17,6 +18,7 @@
 
 #include "engine.hpp"
 #include "fence.hpp"
+#include "ledger.hpp"
 #include "task.hpp"
 
 namespace nb = nanobind;
@@ -151,6 +153,8 @@ NB_MODULE(_native, m) {
     m.def("unevictable_bytes", &unevictable_bytes,
           "Page cache that this process has registered, which the kernel counts as available and cannot evict.");
     m.def("pci_bus_id", &cuda::pci_bus_id, nb::arg("ordinal"));
+    m.def("size_bucket", &size_bucket, nb::arg("nbytes"), "Which of Counts.sizes an operation is counted in.");
+    m.def("latency_bucket", &latency_bucket, nb::arg("ns"), "Which of Counts.latencies.");
     m.def("cut_for_tests",
           [](const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
              const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint64_t task_bytes,
@@ -189,15 +193,40 @@ NB_MODULE(_native, m) {
         .def("done", &Fence::done)
         .def("elapsed_ms", &Fence::elapsed_ms, nb::arg("earlier"));
 
+    nb::class_<Counts>(m, "Counts")
+        .def_ro("operations", &Counts::operations)
+        .def_ro("bytes", &Counts::bytes)
+        .def_ro("errors", &Counts::errors)
+        .def_ro("retries", &Counts::retries)
+        .def_ro("timed", &Counts::timed)
+        .def_ro("latency_ns", &Counts::latency_ns)
+        .def_ro("longest_ns", &Counts::longest_ns)
+        .def_ro("sizes", &Counts::sizes)
+        .def_ro("latencies", &Counts::latencies);
+
+    nb::class_<Ledger>(m, "Ledger")
+        .def(nb::new_([](bool histograms) { return std::make_shared<Ledger>(histograms); }), nb::arg("histograms"))
+        .def("record", &Ledger::record, nb::arg("nbytes"), nb::arg("ns"), nb::arg("retries") = 0)
+        .def("fail", &Ledger::fail)
+        .def("total", &Ledger::total);
+
+    nb::class_<Activity>(m, "Activity")
+        .def(nb::new_([](std::shared_ptr<Activity> parent) { return std::make_shared<Activity>(std::move(parent)); }),
+             nb::arg("parent") = nb::none())
+        .def("begin", &Activity::begin, nb::arg("things") = 1)
+        .def("end", &Activity::end)
+        .def("microseconds", &Activity::microseconds);
+
     nb::class_<LaneConfig>(m, "Lane").def(
         "__init__",
         [](LaneConfig* self, const std::string& reader, bool direct, unsigned threads, unsigned depth,
-           std::uint64_t read_bytes, bool fixed_buffers, std::string faults) {
-            new (self)
-                LaneConfig{to_reader(reader), direct, threads, depth, read_bytes, fixed_buffers, std::move(faults)};
+           std::uint64_t read_bytes, bool fixed_buffers, std::string faults, std::shared_ptr<Ledger> ledger) {
+            new (self) LaneConfig{to_reader(reader), direct,        threads,           depth,
+                                  read_bytes,        fixed_buffers, std::move(faults), std::move(ledger)};
         },
         nb::arg("reader"), nb::kw_only(), nb::arg("direct"), nb::arg("threads"), nb::arg("depth"),
-        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("faults") = "");
+        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("faults") = "",
+        nb::arg("ledger") = nb::none());
 
     nb::class_<Transfer>(m, "Transfer")
         .def("wait", &Transfer::wait, nb::arg("group"), nb::arg("seconds"), Release())
@@ -222,12 +251,12 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Engine* self, int device, std::uint64_t slot_bytes, std::uint64_t staging_bytes, int numa_node,
-               std::vector<int> cpus, std::vector<LaneConfig> lanes) {
-                new (self) Engine(
-                    EngineConfig{device, slot_bytes, staging_bytes, numa_node, std::move(cpus), std::move(lanes)});
+               std::vector<int> cpus, std::vector<LaneConfig> lanes, std::shared_ptr<Activity> process) {
+                new (self) Engine(EngineConfig{device, slot_bytes, staging_bytes, numa_node, std::move(cpus),
+                                               std::move(lanes), std::move(process)});
             },
             nb::kw_only(), nb::arg("device"), nb::arg("slot_bytes"), nb::arg("staging_bytes"), nb::arg("numa_node"),
-            nb::arg("cpus"), nb::arg("lanes"))
+            nb::arg("cpus"), nb::arg("lanes"), nb::arg("process") = nb::none())
         .def(
             "submit",
             [](Engine& engine, const Request& request, std::uintptr_t stream) {

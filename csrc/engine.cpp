@@ -78,7 +78,7 @@ Engine::Engine(EngineConfig config) : config_(std::move(config)), pid_(::getpid(
     }
     if (config_.device >= 0) device_ = cuda::Device::open(config_.device, kCopyStreams);
     const bool gpu = device_ != nullptr;
-    shared_ = std::make_shared<Shared>();
+    shared_ = std::make_shared<Shared>(config_.process);
     shared_->sink = gpu ? make_cuda_sink(device_) : make_cpu_sink();
     shared_->ring = std::make_shared<StagingRing>(device_, config_.slot_bytes, config_.staging_bytes, config_.numa_node,
                                                   shared_->counters.ring_wait_us);

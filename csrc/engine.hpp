@@ -24,6 +24,7 @@ struct EngineConfig {
     int numa_node = -1;
     std::vector<int> cpus;
     std::vector<LaneConfig> lanes;
+    std::shared_ptr<Activity> process;  // busy while this engine is; may be null
 };
 
 // What one transfer reads. Can be submitted again and again.

@@ -37,7 +37,10 @@ class SignalsBlocked {
 }  // namespace
 
 Lane::Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared)
-    : config_(std::move(config)), rules_(rules), shared_(std::move(shared)) {}
+    : config_(std::move(config)),
+      rules_(rules),
+      shared_(std::move(shared)),
+      copied_(config_.ledger != nullptr ? &config_.ledger->open() : nullptr) {}
 
 Lane::~Lane() { stop(); }
 
@@ -144,7 +147,10 @@ bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
             rules.read_bytes = part_bytes;
             work = open_work(transfer, task, config_, rules, *shared_, may_wait);
             // Mapped files need no reads: there is nothing to hand out.
-            if (work != nullptr && work->reads.empty()) finish_reads(*work, 0, *shared_);
+            if (work != nullptr && work->reads.empty()) {
+                work->copied = copied_;
+                finish_reads(*work, 0, *shared_);
+            }
         } catch (const std::exception& error) {
             transfer->fail(as_error(error));
             over = true;

@@ -64,6 +64,7 @@ class Lane {
     const LaneConfig config_;
     const CutRules rules_;
     const std::shared_ptr<Shared> shared_;
+    Tally* const copied_;  // of work without reads; written by whoever opens a task, one at a time
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<Queued> queue_;

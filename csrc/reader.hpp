@@ -22,11 +22,13 @@ struct ReadOp {
     std::uint64_t wanted = 0;  // bytes that have to arrive; fewer is an error
     std::byte* data = nullptr;
     Work* owner = nullptr;
-    unsigned segment = 0;    // of the staging ring, for fixed buffers
-    bool staged = false;     // data lies in the staging ring
-    std::uint64_t done = 0;  // bytes that have arrived
-    int errnum = 0;          // the system's reason for a failure
-    bool ended = false;      // the file ended before `wanted`
+    unsigned segment = 0;          // of the staging ring, for fixed buffers
+    bool staged = false;           // data lies in the staging ring
+    std::uint64_t done = 0;        // bytes that have arrived
+    int errnum = 0;                // the system's reason for a failure
+    bool ended = false;            // the file ended before `wanted`
+    unsigned retries = 0;          // calls beyond the first: interrupted, or come back with a part
+    std::uint64_t started_ns = 0;  // 0: nobody wants to know
 
     bool failed() const { return errnum != 0 || ended; }
 };

@@ -37,7 +37,10 @@ class PreadReader : public Reader {
             const std::uint64_t at = direct_ ? align_down(op.done, kPageBytes) : op.done;
             const ssize_t got = ::pread(fd, op.data + at, op.bytes - at, static_cast<off_t>(op.offset + at));
             if (got < 0) {
-                if (errno == EINTR || errno == EAGAIN) continue;
+                if (errno == EINTR || errno == EAGAIN) {
+                    ++op.retries;
+                    continue;
+                }
                 op.errnum = errno;
                 return;
             }
@@ -47,6 +50,7 @@ class PreadReader : public Reader {
                 return;
             }
             op.done = reached;
+            if (op.done < op.wanted) ++op.retries;
         }
     }
 
@@ -69,10 +73,13 @@ class MappedReader : public Reader {
             const ssize_t got = ::process_vm_readv(self, &target, 1, &source, 1, 0);
             if (got > 0) {
                 op.done += static_cast<std::uint64_t>(got);
+                if (op.done < op.wanted) ++op.retries;
             } else if (got == 0 || errno == EFAULT) {
                 op.ended = true;
             } else if (errno != EINTR) {
                 op.errnum = errno;
+            } else {
+                ++op.retries;
             }
         }
         finished_.push_back(&op);

@@ -57,6 +57,7 @@ class UringReader : public Reader {
                     under_way_.erase(op);
                     finished.push_back(op);
                 } else {
+                    ++op->retries;
                     queue(*op, descriptor(*op), fixed_buffer(*op));
                 }
             }

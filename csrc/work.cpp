@@ -49,6 +49,9 @@ void deliver(Work& work, Shared& shared) {
     for (const CopySpan& copy : work.copies) bytes += copy.bytes;
     shared.counters.copies.fetch_add(work.copies.size(), std::memory_order_relaxed);
     shared.counters.copied_bytes.fetch_add(bytes, std::memory_order_relaxed);
+    if (work.copied == nullptr) return;
+    // They are under way, and nobody learns when each of them has ended.
+    for (const CopySpan& copy : work.copies) work.copied->add(copy.bytes, copy.bytes, 0);
 }
 
 void count(const Work& work, Counters& counters) {
@@ -70,6 +73,7 @@ void settle(Work& work, Shared& shared) {
             deliver(work, shared);
         }
     } catch (const std::exception& error) {
+        if (work.copied != nullptr) work.copied->fail(0);
         transfer.fail(as_error(error));
     }
     if (work.slot != nullptr) {
@@ -91,23 +95,6 @@ void settle(Work& work, Shared& shared) {
 }
 
 }  // namespace
-
-void Activity::begin(std::size_t tasks) {
-    std::lock_guard lock(mutex_);
-    if (tasks_ == 0) since_ = Clock::now();
-    tasks_ += tasks;
-}
-
-void Activity::end() {
-    std::lock_guard lock(mutex_);
-    if (--tasks_ == 0) total_ += Clock::now() - since_;
-}
-
-std::uint64_t Activity::microseconds() const {
-    std::lock_guard lock(mutex_);
-    const Clock::duration total = tasks_ == 0 ? total_ : total_ + (Clock::now() - since_);
-    return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(total).count());
-}
 
 std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
                                 const CutRules& rules, Shared& shared, bool may_wait) {

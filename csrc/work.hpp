@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "ledger.hpp"
 #include "reader.hpp"
 #include "ring.hpp"
 #include "sink.hpp"
@@ -28,7 +28,8 @@ struct LaneConfig {
     unsigned depth = 1;            // reads under way in each thread
     std::uint64_t read_bytes = 0;  // the most that one read takes
     bool fixed_buffers = false;
-    std::string faults;  // see with_faults()
+    std::string faults;              // see with_faults()
+    std::shared_ptr<Ledger> ledger;  // what the lane reads is counted there; null: not at all
 };
 
 struct Counters {
@@ -41,29 +42,15 @@ struct Counters {
     std::atomic<std::uint64_t> ring_wait_us{0};  // see StagingRing
 };
 
-// The wall time in which a task was queued or under way. Tasks of any transfers may overlap: it counts once.
-class Activity {
-  public:
-    void begin(std::size_t tasks);
-    void end();
-    std::uint64_t microseconds() const;
-
-  private:
-    using Clock = std::chrono::steady_clock;
-
-    mutable std::mutex mutex_;
-    std::size_t tasks_ = 0;
-    Clock::time_point since_;
-    Clock::duration total_{};
-};
-
 // What workers share with the engine.
 struct Shared {
+    explicit Shared(std::shared_ptr<Activity> process = nullptr) : activity(std::move(process)) {}
+
     std::shared_ptr<Sink> sink;
     std::shared_ptr<StagingRing> ring;
     std::vector<int> cpus;  // where workers run; empty: anywhere
     Counters counters;
-    Activity activity;
+    Activity activity;  // tasks of any transfers
     // Bytes of files in host memory. Shared with the files, which may outlive the engine.
     std::shared_ptr<std::atomic<std::uint64_t>> held_bytes = std::make_shared<std::atomic<std::uint64_t>>(0);
     std::function<void(const std::string&)> note;
@@ -77,6 +64,7 @@ struct Work {
     std::vector<CopySpan> copies;  // sources are addresses here
     std::atomic<std::size_t> left{0};
     std::atomic<bool> failed{false};
+    Tally* copied = nullptr;  // where its copies are counted: those of work without reads
     // Reads under way know their work by a bare pointer; it lives until the last of them is finished.
     std::shared_ptr<Work> alive;
 };

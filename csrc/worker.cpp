@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace gdsstream {
@@ -11,6 +12,10 @@ namespace {
 
 // More than this under way in one thread fills the disk's queue with large reads, and slots with bytes that wait.
 constexpr std::uint64_t kBytesUnderWay = 16 << 20;
+
+// Of smaller reads, which a thread makes one by one in a microsecond or so, every sixteenth is timed.
+constexpr std::uint64_t kAlwaysTimedBytes = 64 << 10;
+constexpr std::uint64_t kTimedShare = 16;
 
 void run_on(const std::vector<int>& cpus) {
     if (cpus.empty()) return;
@@ -28,6 +33,7 @@ void Worker::set_up() {
     try {
         shared_.sink->attach_thread();
         const LaneConfig& config = lane_.config();
+        if (config.ledger != nullptr && tally_ == nullptr) tally_ = &config.ledger->open();
         ReaderOptions options;
         options.direct = config.direct;
         options.depth = config.depth;
@@ -43,6 +49,7 @@ void Worker::set_up() {
                                                                                : make_pread_reader(options);
         // What arrives is never lost for want of memory.
         arrived_.reserve(reader->depth());
+        one_by_one_ = reader->depth() == 1;
         reader_ = with_faults(std::move(reader), config.faults);
     } catch (const std::exception& error) {
         broken_ = as_error(error);
@@ -66,25 +73,53 @@ void Worker::top_up() {
         if (!idle && (reader_->room() == 0 || bytes_under_way_ >= kBytesUnderWay)) return;
         // What stopped the set-up (no descriptor left, say) may be over by now; and claiming already needs the context.
         if (part_.empty() && broken_.has_value()) set_up();
-        if (part_.empty() && !lane_.claim(part_, idle)) return;
+        if (part_.empty()) {
+            if (!lane_.claim(part_, idle)) return;
+            if (tally_ != nullptr && !one_by_one_) now_ns_ = now_ns();
+        }
         start_next_read();
     }
+}
+
+// A look at the clock takes 25 ns. Reads that are made at depth share one for all that arrive together.
+void Worker::note_start(ReadOp& op) {
+    if (tally_ == nullptr) return;
+    if (!one_by_one_) {
+        op.started_ns = now_ns_;
+    } else if (op.bytes >= kAlwaysTimedBytes || small_reads_++ % kTimedShare == 0) {
+        op.started_ns = now_ns();
+    }
+}
+
+void Worker::note_end(const ReadOp& op) {
+    if (tally_ == nullptr) return;
+    if (op.failed()) {
+        tally_->fail(op.retries);
+        return;
+    }
+    tally_->add(op.bytes, std::min(op.done, op.bytes), op.retries);
+    if (op.started_ns != 0) tally_->time((one_by_one_ ? now_ns() : now_ns_) - op.started_ns);
 }
 
 void Worker::start_next_read() {
     Work& work = *part_.work;
     // Claiming may have taken long enough for the reason to be over.
     if (broken_.has_value()) set_up();
-    if (broken_.has_value()) work.transfer->fail(*broken_);
+    if (broken_.has_value()) {
+        if (tally_ != nullptr) tally_->fail(0);
+        work.transfer->fail(*broken_);
+    }
     bool skip = work.failed || work.transfer->aborted();
     if (!skip) {
         ReadOp& op = work.reads[part_.next];
+        note_start(op);
         try {
             reader_->start(op);
             ++part_.next;
             ++reads_under_way_;
             bytes_under_way_ += op.bytes;
         } catch (const std::exception& error) {
+            if (tally_ != nullptr) tally_->fail(0);
             work.transfer->fail(as_error(error));
             skip = true;
         }
@@ -101,10 +136,12 @@ void Worker::start_next_read() {
 void Worker::collect() {
     arrived_.clear();
     reader_->collect(arrived_);
+    if (tally_ != nullptr && !one_by_one_) now_ns_ = now_ns();
     for (ReadOp* op : arrived_) {
         Work& work = *op->owner;
         --reads_under_way_;
         bytes_under_way_ -= op->bytes;
+        note_end(*op);
         if (op->failed()) {
             work.failed = true;
             try {

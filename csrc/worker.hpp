@@ -21,6 +21,8 @@ class Worker {
     void top_up();
     void start_next_read();
     void collect();
+    void note_start(ReadOp& op);
+    void note_end(const ReadOp& op);
 
     Lane& lane_;
     Shared& shared_;
@@ -30,6 +32,10 @@ class Worker {
     std::size_t reads_under_way_ = 0;
     std::uint64_t bytes_under_way_ = 0;
     std::vector<ReadOp*> arrived_;
+    Tally* tally_ = nullptr;  // where this thread counts, if anybody wants to know
+    bool one_by_one_ = false;
+    std::uint64_t small_reads_ = 0;
+    std::uint64_t now_ns_ = 0;  // when parts were claimed or reads arrived last
 };
 
 }  // namespace gdsstream

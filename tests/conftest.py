@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stats_support import counting as counting
 from support import Raw, build_library, random_raw, write_checkpoint
 
 import gdsstream

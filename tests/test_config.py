@@ -27,6 +27,7 @@ KNOBS: dict[str, tuple[Any, str, Any]] = {
     "compat_mode": ("on", "off", "off"),
     "bounce_buffer_bytes": (1 << 20, "4ki", 4096),
     "register_buffers": (False, "yes", True),
+    "stats": (1, "3", 3),
     "faults": ("eio@1", "short@2", "short@2"),
 }
 
@@ -98,6 +99,9 @@ def test_what_is_not_a_knob_is_named_with_the_nearest():
         ("staging_bytes", 0),
         ("staging_bytes", DEFAULT_CHUNK_BYTES - 1),
         ("staging_bytes", 2**40 + 1),
+        ("stats", -1),
+        ("stats", 4),
+        ("stats", True),
         ("host_cache_bytes", -1),
         ("host_cache_bytes", 2**50 + 1),
         ("numa", 1),

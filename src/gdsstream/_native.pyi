@@ -32,6 +32,12 @@ def unevictable_bytes() -> int:
 def pci_bus_id(ordinal: int) -> str:
     """A CUDA device's PCI address, such as "0000:3b:00.0". BackendUnavailableError without a driver."""
 
+def size_bucket(nbytes: int) -> int:
+    """Which of `Counts.sizes` an operation is counted in."""
+
+def latency_bucket(ns: int) -> int:
+    """Which of `Counts.latencies` an operation is counted in."""
+
 def cut_for_tests(
     file: NDArray[np.int32],
     offset: NDArray[np.int64],
@@ -92,6 +98,44 @@ class Fence:
     def elapsed_ms(self, earlier: Fence) -> float:
         """Milliseconds since `earlier`, both with timing and done; NaN where the driver does not say."""
 
+class Counts:
+    """Sums over operations; see gdsstream.stats.Operations."""
+
+    @property
+    def operations(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def timed(self) -> int: ...
+    @property
+    def latency_ns(self) -> int: ...
+    @property
+    def longest_ns(self) -> int: ...
+    @property
+    def sizes(self) -> list[int]: ...
+    @property
+    def latencies(self) -> list[int]: ...
+
+class Ledger:
+    """Where operations are counted: by the threads of lanes, each on a page of its own, and by `record`."""
+
+    def __init__(self, histograms: bool) -> None: ...
+    def record(self, nbytes: int, ns: int, retries: int = 0) -> None: ...
+    def fail(self) -> None: ...
+    def total(self) -> Counts: ...
+
+class Activity:
+    """The wall time in which something was under way; what overlaps counts once. A parent is busy while this is."""
+
+    def __init__(self, parent: Activity | None = None) -> None: ...
+    def begin(self, things: int = 1) -> None: ...
+    def end(self) -> None: ...
+    def microseconds(self) -> int: ...
+
 class Lane:
     """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread."""
 
@@ -105,6 +149,7 @@ class Lane:
         read_bytes: int,
         fixed_buffers: bool = False,
         faults: str = "",
+        ledger: Ledger | None = None,
     ) -> None: ...
 
 class Transfer:
@@ -150,6 +195,7 @@ class Engine:
         numa_node: int,
         cpus: Sequence[int],
         lanes: Sequence[Lane],
+        process: Activity | None = None,
     ) -> None: ...
     def submit(self, request: Request, stream: int) -> Transfer: ...
     def gather(

@@ -29,8 +29,8 @@ COMPAT_MODES = ("auto", "on", "off")
 DEFAULT_CHUNK_BYTES = 2 * 2**20
 
 # Variables with our prefix that are not knobs: the driver library's replacement is read by the native engine itself.
-# GDSSTREAM_PROFILE=0 is for profile.py.
-_OTHER_VARIABLES = frozenset({"GDSSTREAM_LIBCUDA", "GDSSTREAM_PROFILE"})
+# GDSSTREAM_PROFILE=0 is for profile.py, GDSSTREAM_NVTX=1 for ranges.py.
+_OTHER_VARIABLES = frozenset({"GDSSTREAM_LIBCUDA", "GDSSTREAM_NVTX", "GDSSTREAM_PROFILE"})
 _PREFIX = "GDSSTREAM_"
 _PAGE_BYTES = 4096
 _SLOTS = 6
@@ -58,6 +58,7 @@ class StreamConfig:
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
         numa: whether threads and staging memory go to the GPU's NUMA node. Default True.
         compat_mode, bounce_buffer_bytes, register_buffers: kvikio's, for "cufile" only; see CuFileSettings.
+        stats: 1, 2 or 3 counts what the engine reads, in more detail each; see gdsstream.stats. Default 0: nothing.
         faults: for tests: faults injected under the readers ("eio@3", "short@2", "nomem@4", "delay_us=500",
             comma-separated).
     """
@@ -74,6 +75,7 @@ class StreamConfig:
     compat_mode: str = "auto"
     bounce_buffer_bytes: int | None = None
     register_buffers: bool = False
+    stats: int = 0
     faults: str = ""
 
     def __post_init__(self) -> None:
@@ -90,6 +92,7 @@ class StreamConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it is True or False")
         if self.bounce_buffer_bytes is not None:
             _whole("bounce_buffer_bytes", self.bounce_buffer_bytes, _PAGE_BYTES, 2**30)
+        _whole("stats", self.stats, 0, 3)
         _whole("host_cache_bytes", self.host_cache_bytes, 0, 2**50)
         if self.io_depth is not None:
             _whole("io_depth", self.io_depth, 1, 4096)
@@ -212,6 +215,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "compat_mode": str,
     "bounce_buffer_bytes": parse_bytes,
     "register_buffers": parse_flag,
+    "stats": int,
     "faults": str,
 }
 

@@ -17,6 +17,7 @@ import io
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -27,6 +28,7 @@ import torch
 
 from gdsstream.errors import GdsStreamError, MemoryBudgetError, WriteError
 from gdsstream.load import as_bytes
+from gdsstream.stats_registry import writer_book
 
 BLOCK_BYTES = 16 << 20  # one write; copies of this size from a GPU reach 0.99 of the link
 
@@ -203,13 +205,31 @@ def _write_all(descriptor: int, views: list[memoryview], offset: int) -> int:
     while index < len(views):
         # A write may end anywhere; the next one goes on there.
         rest = views[index][offset - edges[index] :]
-        count = os.pwritev(descriptor, [rest, *views[index + 1 : index + _MAX_VIEWS]], offset)
+        count = _write(descriptor, [rest, *views[index + 1 : index + _MAX_VIEWS]], offset)
         if not count:
             raise OSError(errno.EIO, f"nothing was written at byte {offset}")
         offset += count
         while index < len(views) and edges[index + 1] <= offset:
             index += 1
     return offset
+
+
+def _write(descriptor: int, views: list[memoryview], offset: int) -> int:
+    """`os.pwritev`, counted where somebody wants to know (GDSSTREAM_STATS)."""
+    book = writer_book()
+    if book is None:
+        return os.pwritev(descriptor, views, offset)
+    book.activity.begin()
+    started = time.monotonic_ns()
+    try:
+        count = os.pwritev(descriptor, views, offset)
+        book.ledgers["save"].record(count, time.monotonic_ns() - started)
+        return count
+    except OSError:
+        book.ledgers["save"].fail()
+        raise
+    finally:
+        book.activity.end()
 
 
 def _blocks(flats: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

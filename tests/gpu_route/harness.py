@@ -44,6 +44,7 @@ MODULES = (
     "scenarios_lifetime",
     "scenarios_windows",
     "scenarios_loader",
+    "scenarios_stats",
     "scenarios_allocations",
 )
 

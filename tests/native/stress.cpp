@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -43,6 +44,8 @@ struct Round {
     bool driver_faults = false;
     std::string faults;
     unsigned lanes = 0;
+    std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>(true);
+    std::shared_ptr<Activity> process = std::make_shared<Activity>();
 
     static Round make(Random& random, const Fake& fake) {
         Round round;
@@ -74,6 +77,7 @@ struct Round {
             lane.read_bytes = random.chance(50) ? 16 << 10 : kSlotBytes;
             lane.fixed_buffers = reader == ReaderKind::uring && random.chance(50);
             lane.faults = faults;
+            if (random.chance(50)) lane.ledger = ledger;
             config.lanes.push_back(lane);
         };
         add(ReaderKind::pread, false);
@@ -82,6 +86,7 @@ struct Round {
         if (uring) add(ReaderKind::uring, false);
         if (uring) add(ReaderKind::uring, true);
         lanes = static_cast<unsigned>(config.lanes.size());
+        config.process = process;
         return config;
     }
 
@@ -265,6 +270,18 @@ void inject_driver_faults(const Fake& fake, Random& random) {
     for (int i = 0; i < 4; ++i) fake.fail("cuMemHostRegister_v2", 801, static_cast<int>(random.below(20)), 1);
 }
 
+// After the engine was closed: nobody writes to the ledger, and nothing was lost or counted twice.
+void check_counts(const Round& round) {
+    const Counts counts = round.ledger->total();
+    if (std::accumulate(counts.sizes.begin(), counts.sizes.end(), std::uint64_t{0}) != counts.operations ||
+        std::accumulate(counts.latencies.begin(), counts.latencies.end(), std::uint64_t{0}) != counts.timed) {
+        complain("the histograms do not add up: " + round.text());
+    }
+    const std::uint64_t before = round.process->microseconds();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (round.process->microseconds() != before) complain("active although nothing is under way: " + round.text());
+}
+
 struct Totals {
     int rounds = 0;
     int jobs = 0;
@@ -297,9 +314,11 @@ void run_round(Random& random, const Fake& fake, const std::vector<Source>& sour
     {
         std::vector<std::jthread> threads;
         for (const auto& client : clients) threads.emplace_back([&client, end] { client->run(end); });
-        threads.emplace_back([&engine, end] {
+        threads.emplace_back([&engine, &round, end] {
             while (Clock::now() < end) {
                 engine.counters();
+                round.ledger->total();
+                round.process->microseconds();
                 engine.take_notes();
                 std::this_thread::sleep_for(std::chrono::milliseconds(1));
             }
@@ -322,6 +341,7 @@ void run_round(Random& random, const Fake& fake, const std::vector<Source>& sour
     }
     if (fake.there()) fake.clear_faults();
     engine.close();
+    check_counts(round);
     for (const auto& client : clients) {
         client->finish();
         totals.jobs += client->jobs();

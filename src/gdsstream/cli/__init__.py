@@ -27,6 +27,7 @@ COMMANDS = {
     "limits": "The ceiling of each station between a path and a GPU; which binds.",
     "tune": "Find the fastest settings for a path, and keep them as a profile.",
     "plan": "What streaming a checkpoint will cost at a number of tokens.",
+    "stats": "Counters of a running process, or of a saved report.",
     "pack": "Rewrite a checkpoint layer by layer, aligned and with checksums.",
     "verify": "Compare a packed checkpoint with its checksums, at full speed.",
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -122,6 +123,19 @@ def _print(report: Report) -> None:
 
     console = Console(highlight=False, soft_wrap=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    _print_blocks(console, report)
+
+
+def to_text(report: Report, *, colour: bool = False, width: int = WIDTH) -> str:
+    """The report as people see it, for what prints it by itself."""
+    from rich.console import Console
+
+    text = StringIO()
+    _print_blocks(Console(file=text, width=width, force_terminal=colour, highlight=False, soft_wrap=False), report)
+    return text.getvalue()
+
+
+def _print_blocks(console: Console, report: Report) -> None:
     for number, block in enumerate(report.blocks):
         if number:
             console.print()
@@ -193,4 +207,17 @@ def _print_trimmed(console: Console, renderable: RenderableType) -> None:
         console.file.write(line.rstrip() + "\n")
 
 
-__all__ = ["WIDTH", "Cell", "Column", "Lines", "Marked", "Report", "Status", "Table", "emit", "json_option", "to_json"]
+__all__ = [
+    "WIDTH",
+    "Cell",
+    "Column",
+    "Lines",
+    "Marked",
+    "Report",
+    "Status",
+    "Table",
+    "emit",
+    "json_option",
+    "to_json",
+    "to_text",
+]

@@ -53,10 +53,10 @@ def open_engine(
         from gdsstream.engine.cufile import CuFileEngine
         from gdsstream.engine.kvikio_process import CuFileSettings
 
-        return CuFileEngine(target, CuFileSettings.of(settings))
+        return CuFileEngine(target, CuFileSettings.of(settings), stats=settings.stats)
     from gdsstream.engine.traditional import TraditionalEngine
 
-    return TraditionalEngine(target)
+    return TraditionalEngine(target, stats=settings.stats)
 
 
 def merge(

@@ -152,6 +152,11 @@ class Engine(ABC):
         As in `stats`, and cheap enough to be asked for each layer."""
         return 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def __enter__(self) -> Self:
         self.check_usable()
         return self

@@ -44,6 +44,7 @@ from gdsstream.errors import (
     ShortReadError,
     TransferCancelledError,
 )
+from gdsstream.stats_registry import keep_book, open_book
 
 _MAX_OPEN_FILES = 256
 
@@ -58,6 +59,7 @@ class _Read:
     nbytes: int
     group: int
     future: Any
+    started_ns: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +92,8 @@ def _sweep() -> None:
     with _LOCK:
         for parked in [entry for entry in _PARKED if entry.pid == os.getpid() and entry.finished()]:
             _PARKED.remove(parked)
+            if parked.owner._book is not None:
+                parked.owner._book.activity.end()
             for base in parked.registered:
                 _REGISTRATIONS.remove(base)
 
@@ -97,7 +101,9 @@ def _sweep() -> None:
 class CuFileTransfer(Transfer):
     """Futures of kvikio, collected extent by extent by whoever waits."""
 
-    def __init__(self, num_groups: int, buffers: Sequence[torch.Tensor], on_read: Callable[[int], None]) -> None:
+    def __init__(
+        self, num_groups: int, buffers: Sequence[torch.Tensor], on_read: Callable[[_Read, bool], None]
+    ) -> None:
         self._pid = os.getpid()
         # kvikio defers small reads to `get`, which writes long after the submission looks finished.
         self._buffers = tuple(buffers)
@@ -173,6 +179,7 @@ class CuFileTransfer(Transfer):
         try:
             got = read.future.get()
         except Exception as error:
+            self._on_read(read, False)
             # kvikio reports a truncated file as a failed read; that it changed is the better reason.
             check_unchanged(read.source, read.handle.fileno())
             if "EOF" in str(error):
@@ -181,9 +188,10 @@ class CuFileTransfer(Transfer):
         finally:
             read.future = None
         if got != read.nbytes:
+            self._on_read(read, False)
             check_unchanged(read.source, read.handle.fileno())
             raise _short(read, str(got))
-        self._on_read(got)
+        self._on_read(read, True)
 
     def _drop(self) -> None:
         for queue in self._queues:
@@ -218,6 +226,7 @@ class CuFileEngine(Engine):
     Args:
         device: a CUDA device.
         settings: kvikio's settings; see `CuFileSettings`.
+        stats: see StreamConfig.
 
     Raises:
         BackendUnavailableError: no CUDA device, no kvikio, or a library that kvikio needs is missing.
@@ -227,7 +236,13 @@ class CuFileEngine(Engine):
 
     name = "cufile"
 
-    def __init__(self, device: torch.device | str | int = "cuda", settings: CuFileSettings | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str | int = "cuda",
+        settings: CuFileSettings | None = None,
+        *,
+        stats: int = 0,
+    ) -> None:
         self._settings = settings or CuFileSettings()
         super().__init__(device)
         self._require_cuda()
@@ -241,6 +256,8 @@ class CuFileEngine(Engine):
         # Newer versions count for each read which backend took it. Process-wide: other users of kvikio count too.
         monitored = not self._compat and hasattr(self._kvikio, "SummaryMonitor")
         self._monitor: Any = self._kvikio.SummaryMonitor() if monitored else None
+        self._book = open_book(stats, self.name, str(self.device), ("cufile",))
+        keep_book(self._book, self)
 
     def _require_cuda(self) -> None:
         """Refuse before kvikio is touched: without a driver its reads raise, and with compat_mode "off" they spin."""
@@ -285,6 +302,8 @@ class CuFileEngine(Engine):
         transfer = CuFileTransfer(plan.num_groups, buffers, self._count_read)
         with _LOCK:
             _PARKED.append(parked)
+        if self._book is not None:
+            self._book.activity.begin()
         self._counts["transfers"] += 1
         try:
             # A handle and a registration go to the current device's context.
@@ -308,8 +327,14 @@ class CuFileEngine(Engine):
         _SETTINGS.release(self, self._kvikio)
 
     def stats(self) -> dict[str, int | float]:
-        """`transfers`, `reads` (extents) and `bytes` that were collected; `in_flight` submissions; `open_files`."""
-        return {**self._counts, "in_flight": self._in_flight(), "open_files": len(self._handles)}
+        """`transfers`, `reads` (extents) and `bytes` that were collected; `in_flight` submissions; `open_files`;
+        `registered_bytes` of buffers that cuFile knows of, whichever engine asked for it."""
+        return {
+            **self._counts,
+            "in_flight": self._in_flight(),
+            "open_files": len(self._handles),
+            "registered_bytes": _REGISTRATIONS.nbytes(),
+        }
 
     def _start(
         self,
@@ -338,7 +363,7 @@ class CuFileEngine(Engine):
                 future = handles[index].pread(view, nbytes, offset, self._settings.task_size_bytes)
             except Exception as error:
                 raise_read_error(files[index], offset, nbytes, error)
-            read = _Read(files[index], handles[index], offset, nbytes, group, future)
+            read = _Read(files[index], handles[index], offset, nbytes, group, future, time.monotonic_ns())
             parked.reads.append(read)
             transfer.add(read)
 
@@ -390,9 +415,15 @@ class CuFileEngine(Engine):
         with _LOCK:
             return sum(parked.owner is self for parked in _PARKED)
 
-    def _count_read(self, nbytes: int) -> None:
-        self._counts["reads"] += 1
-        self._counts["bytes"] += nbytes
+    def _count_read(self, read: _Read, landed: bool) -> None:
+        if landed:
+            self._counts["reads"] += 1
+            self._counts["bytes"] += read.nbytes
+        if self._book is not None:
+            if landed:
+                self._book.ledgers["cufile"].record(read.nbytes, time.monotonic_ns() - read.started_ns)
+            else:
+                self._book.ledgers["cufile"].fail()
 
 
 __all__ = ["CuFileEngine", "CuFileTransfer"]

@@ -211,6 +211,11 @@ class Registrations:
             self._users[base] = (module, tensor, users + 1)
         return base
 
+    def nbytes(self) -> int:
+        """Bytes of the buffers that are registered, as they were given."""
+        with self._lock:
+            return sum(tensor.numel() for _, tensor, _ in self._users.values())
+
     def remove(self, base: int) -> None:
         """Take back one `add`; never raises."""
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 from gdsstream import _native
 from gdsstream.config import StreamConfig
@@ -21,12 +22,14 @@ _DIRECT_PREAD_THREADS = 32
 _DIRECT_READ_BYTES = 512 << 10
 
 PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
+# What they are called in statistics.
+ROUTES = ("page cache", "direct", "mapped")
 # What the mapped lane is called where it reads pinned copies.
 HOST_COPY = 3
 
 
-def make_lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
-    """The three lanes, in the order of PAGE_CACHE, DIRECT, MAPPED, and what to call them."""
+def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -> tuple[list[_native.Lane], list[str]]:
+    """The three lanes, in the order of PAGE_CACHE, DIRECT, MAPPED, and what to call them; they count in `ledgers`."""
     cores = len(os.sched_getaffinity(0))
     threads = config.num_threads or min(cores, _MAX_AUTO_THREADS)
     depth = config.io_depth or _AUTO_DEPTH
@@ -47,6 +50,7 @@ def make_lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
             depth=depth if buffered == "io_uring" else 1,
             read_bytes=config.chunk_bytes,
             faults=config.faults,
+            ledger=ledgers[PAGE_CACHE],
         ),
         _native.Lane(
             direct,
@@ -56,8 +60,17 @@ def make_lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
             read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
             fixed_buffers=direct == "io_uring",
             faults=config.faults,
+            ledger=ledgers[DIRECT],
         ),
-        _native.Lane("mapped", direct=False, threads=1, depth=1, read_bytes=config.chunk_bytes, faults=config.faults),
+        _native.Lane(
+            "mapped",
+            direct=False,
+            threads=1,
+            depth=1,
+            read_bytes=config.chunk_bytes,
+            faults=config.faults,
+            ledger=ledgers[MAPPED],
+        ),
     ]
     return lanes, [
         f"page cache by {buffered} x{threads}",
@@ -67,4 +80,4 @@ def make_lanes(config: StreamConfig) -> tuple[list[_native.Lane], list[str]]:
     ]
 
 
-__all__ = ["DIRECT", "HOST_COPY", "MAPPED", "PAGE_CACHE", "make_lanes"]
+__all__ = ["DIRECT", "HOST_COPY", "MAPPED", "PAGE_CACHE", "ROUTES", "make_lanes"]

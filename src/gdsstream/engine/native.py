@@ -32,8 +32,10 @@ from gdsstream.engine.base import (
     check_process,
 )
 from gdsstream.engine.budget import free_bytes
-from gdsstream.engine.lanes import HOST_COPY, MAPPED, PAGE_CACHE, make_lanes
+from gdsstream.engine.lanes import HOST_COPY, MAPPED, PAGE_CACHE, ROUTES, make_lanes
 from gdsstream.errors import ConfigError, MemoryBudgetError
+from gdsstream.ranges import begin_range, end_range
+from gdsstream.stats_registry import keep_book, open_book
 from gdsstream.topology import gpu_numa_node, node_cpus
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class NativeTransfer(Transfer):
         self._pid = os.getpid()
         self._keep: tuple[object, ...] | None = tuple(keep)
         self._complete = False
+        self._range = begin_range(engine.name, native)
 
     def wait(self, group: int | None = None, timeout_s: float | None = None) -> None:
         check_process(self._pid, "transfer")
@@ -86,6 +89,8 @@ class NativeTransfer(Transfer):
         if group is None:
             self._complete = True
             self._keep = None
+            end_range(self._range)
+            self._range = None
         self._engine.report_notes()
 
     def done(self, group: int | None = None) -> bool:
@@ -106,6 +111,7 @@ class NativeTransfer(Transfer):
     def __del__(self) -> None:
         # Dropped before it was complete: what may still be written to has to stay allocated until it has drained.
         keep = getattr(self, "_keep", None)
+        end_range(getattr(self, "_range", None))
         if keep is not None and not self._complete and self._pid == os.getpid():
             self._native.cancel()
             self._engine.quarantine(self._native, keep)
@@ -121,7 +127,10 @@ class NativeEngine(Engine):
         self._quarantined: list[tuple[_native.Transfer, Sequence[object]]] = []
         self._transfers = 0
         self._lanes_used: set[int] = set()
-        self._lanes, self._lane_names = make_lanes(config)
+        book = open_book(config.stats, self.name, str(device), ROUTES)
+        self._lanes, self._lane_names = make_lanes(
+            config, [book.ledgers[route] for route in ROUTES] if book else [None] * 3
+        )
         node = gpu_numa_node(_native.pci_bus_id(device.index)) if device.type == "cuda" and config.numa else -1
         self._native = _native.Engine(
             device=device.index if device.type == "cuda" else -1,
@@ -130,7 +139,9 @@ class NativeEngine(Engine):
             numa_node=node,
             cpus=node_cpus(node),
             lanes=self._lanes,
+            process=book.activity if book else None,
         )
+        keep_book(book, self)
 
     def lane_of(self, file: SourceFile, native: _native.File) -> int:
         """Which lane reads `file`; may prepare it (map it). Raises as `open` does."""

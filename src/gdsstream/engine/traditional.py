@@ -29,6 +29,7 @@ from gdsstream.engine.base import (
     raise_read_error,
 )
 from gdsstream.errors import ConfigError, ReadError, ShortReadError
+from gdsstream.stats_registry import keep_book, open_book
 
 # Bounds the pageable copy of a large extent; far above the size from which a copy's fixed cost matters.
 PIECE_BYTES = 64 << 20
@@ -65,16 +66,21 @@ class TraditionalEngine(Engine):
     Args:
         device: where the buffers are.
         piece_bytes: the largest read and copy, in bytes.
+        stats: see StreamConfig.
     """
 
     name = "traditional"
 
-    def __init__(self, device: torch.device | str | int = "cpu", *, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self, device: torch.device | str | int = "cpu", *, piece_bytes: int = PIECE_BYTES, stats: int = 0
+    ) -> None:
         if piece_bytes <= 0:
             raise ConfigError(f"piece_bytes must be positive, got {piece_bytes}")
         super().__init__(device)
         self._piece_bytes = piece_bytes
         self._counts: dict[str, int | float] = {"transfers": 0, "reads": 0, "bytes": 0, "read_s": 0.0, "copy_s": 0.0}
+        self._book = open_book(stats, self.name, str(self.device), ("traditional",))
+        keep_book(self._book, self)
 
     @property
     def route(self) -> str:
@@ -83,10 +89,18 @@ class TraditionalEngine(Engine):
     def submit(self, files: Sequence[SourceFile], plan: Extents, buffers: Sequence[torch.Tensor]) -> Transfer:
         self.check_submit(files, plan, buffers)
         error: ReadError | None = None
+        activity = self._book.activity if self._book else None
+        if activity is not None:
+            activity.begin()
         try:
             self._read_all(files, plan, buffers)
         except ReadError as failure:
             error = failure
+            if self._book is not None:
+                self._book.ledgers["traditional"].fail()
+        finally:
+            if activity is not None:
+                activity.end()
         self._counts["transfers"] += 1
         return TraditionalTransfer(plan.num_groups, error)
 
@@ -131,6 +145,8 @@ class TraditionalEngine(Engine):
             self._counts["read_s"] += read - began
             self._counts["reads"] += 1
             self._counts["bytes"] += target.numel()
+            if self._book is not None:
+                self._book.ledgers["traditional"].record(target.numel(), int((read - began) * 1e9))
 
 
 def _open(source: SourceFile) -> int:
