@@ -51,5 +51,15 @@ class Workers(Loader):
                 yield batch.to(self._job.device, non_blocking=True)
 
     def close(self) -> None:
-        self._loader = None  # its workers go with it
+        # Left to the end of the process, torch waits five seconds for each worker that was to stay.
+        for loader in _torch_loaders(self._loader):
+            iterator = getattr(loader, "_iterator", None)  # of workers that stay from one epoch to the next
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+        self._loader = None
         super().close()
+
+
+def _torch_loaders(loader: Any) -> list[Any]:
+    """The torch loaders in what a library calls its loader: itself, or the stages of a pipeline around one."""
+    return [loader, *getattr(loader, "pipeline", ())] if loader is not None else []

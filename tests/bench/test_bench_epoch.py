@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -187,6 +188,18 @@ def test_loaders_are_measured_and_verified(written: files.BenchFiles, options: d
     if options.get("num_workers"):
         assert found["cpu_s_per_gb_with_workers"] >= (row.cpu_s_per_gb or 0)
     assert "shuffle" in str(row.route)
+
+
+def test_a_closed_loader_leaves_no_workers(written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    prepare = torch.utils.data.DataLoader.__init__
+    monkeypatch.setattr(
+        torch.utils.data.DataLoader, "__init__", lambda self, *a, **k: (kept.append(self), prepare(self, *a, **k))[1]
+    )
+    options = {"kind": "torch_dataloader", "dataset": "memmap", "num_workers": 2}
+    assert measured(written, {"row": loaders.build("row", options)})["row"].status == "ok"
+    assert kept, "a loader that somebody holds on to is not collected"
+    assert not multiprocessing.active_children()
 
 
 def _seconds(row: record.Record) -> list[dict[str, float]]:
