@@ -142,6 +142,26 @@ def test_a_read_is_under_way_while_a_layer_is_leased(folder: Path) -> None:
         assert streamer.stats().stall_s_by_layer.get(1, 0) < 0.01
 
 
+def test_a_released_slot_is_filled_before_anybody_asks(folder: Path) -> None:
+    with LayerStreamer(folder, device="cpu", num_slots=2) as streamer:
+        with streamer.layer(0) as weights:
+            weights.wait()
+        # Nothing was free for layer 2 while 0 was leased; no later call of the user's starts its read.
+        end = time.monotonic() + 10
+        while streamer.engine_stats()["bytes"] < 3 * LAYER_BYTES:
+            assert time.monotonic() < end, "layer 2 is not being read"
+            time.sleep(0.01)
+
+
+def test_a_closed_streamer_lets_go_of_its_files(folder: Path) -> None:
+    streamer = LayerStreamer(folder, device="cpu")
+    use_all(streamer, 1)
+    sources = streamer._sources
+    assert sources._requests, "requests are kept while the streamer is open"
+    streamer.close()
+    assert not sources._requests, "each holds descriptors"
+
+
 def test_a_lease_after_its_release(folder: Path) -> None:
     with LayerStreamer(folder, device="cpu") as streamer:
         lease = streamer.layer(3)

@@ -20,7 +20,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from gdsstream import ConfigError, EngineClosedError, Jagged, ShardDataset, ShardLoader, _native
+from gdsstream.batches import batch_formats
+from gdsstream.loader_arguments import default_prefetch
 from gdsstream.open_files import OpenFiles
+from gdsstream.records import Field
 
 # Most tests are about the CPU: the same code as for a GPU, but for streams.
 Loader = Callable[..., ShardLoader[Any]]
@@ -460,6 +463,21 @@ print(sum(int(batch.sum()) for batch in loader))
 """
     everything = write_dataset(tmp_path / "d", "npy", counts=(1,) * 200)
     assert int(run_python(code, tmp_path / "d")[0]) == 3 * int(everything.sum())
+
+
+@pytest.mark.parametrize(
+    ("record_bytes", "batch_size", "ragged", "batches"),
+    [
+        (64 << 10, 256, False, 12),  # 16 MiB: what the staging ring can use of them
+        (4 << 10, 1, False, 12),  # never more
+        (1 << 20, 64, False, 3),  # 64 MiB: three are 192 MiB
+        (150_000_000, 1, False, 2),  # never fewer
+        (4 << 10, 1, True, 2),  # nobody knows before how large they are
+    ],
+)
+def test_how_far_ahead_is_read(record_bytes: int, batch_size: int, ragged: bool, batches: int) -> None:
+    formats = batch_formats([Field("x", "U8", (record_bytes,), ragged)], None)
+    assert default_prefetch(formats, batch_size) == batches
 
 
 def test_host_cache(mixed: Path, make: Loader) -> None:

@@ -124,6 +124,23 @@ def test_the_library_reads_with_it(checkpoint: Path, no_leaks: None):
     assert threads[3] == 3, "load_file, read_many and the handle"
 
 
+def test_batches_and_verification_go_by_it(tmp_path: Path):
+    import numpy as np
+    from layer_files import write_layers
+
+    from gdsstream.pack import pack_checkpoint
+    from gdsstream.verify import verify_checkpoint
+
+    np.save(tmp_path / "records.npy", np.arange(64, dtype=np.int64).reshape(16, 4))
+    write_layers(tmp_path / "source", 2)
+    keep(tmp_path / "records.npy", backend="staged", direct_io=False, num_threads=3)
+    with gdsstream.ShardLoader(tmp_path / "records.npy", 4, device="cpu") as loader:
+        assert len(list(loader)) == 4
+        assert "x3" in loader.route
+    pack_checkpoint(tmp_path / "source", tmp_path / "packed")
+    assert "x3" in verify_checkpoint(tmp_path / "packed", device="cpu").route
+
+
 def test_layers_stream_with_it(make_checkpoint: Callable[..., Path]):
     from support import random_raw
 
