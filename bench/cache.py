@@ -37,27 +37,53 @@ def evict(paths: Sequence[str], attempts: int = 3) -> int:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
-        left = sum(resident_bytes(path) for path in paths)
+        left = sum(map(_stayed, paths))
         if left == 0:
             break
     return left
 
 
+def refuses_direct(path: str) -> str | None:
+    """What says that the file cannot be read with O_DIRECT, found by reading a page; None where it can."""
+    with mmap.mmap(-1, _PAGE) as memory:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            try:
+                os.preadv(descriptor, [memory], 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            return f"O_DIRECT is refused here ({error.strerror})"
+    return None
+
+
 def warm(paths: Sequence[str]) -> int:
-    """Read what is missing into the page cache; returns the bytes that are still missing (memory is too small)."""
+    """Read what is missing into the page cache; returns the bytes that are still missing (memory is too small, or the
+    file system does not say)."""
     missing = 0
     scratch = bytearray(_READ_BLOCK)
     for path in paths:
         size = os.path.getsize(path)
-        if resident_bytes(path) < size:
+        if size - _stayed(path, unknown=0) > 0:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for offset in range(0, size, _READ_BLOCK):
                     os.preadv(descriptor, [scratch], offset)
             finally:
                 os.close(descriptor)
-        missing += max(0, size - resident_bytes(path))
+        missing += max(0, size - _stayed(path, unknown=0))
     return missing
+
+
+def _stayed(path: str, unknown: int | None = None) -> int:
+    """resident_bytes; `unknown` (None: the whole file) where the file system lets nobody look, as some of a network or
+    in user space do. So what cannot be verified counts as neither cold nor warm."""
+    try:
+        return resident_bytes(path)
+    except OSError as error:
+        if error.errno not in (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return max(os.path.getsize(path), 1) if unknown is None else unknown
 
 
 def _resident_pages(descriptor: int, size: int) -> int:

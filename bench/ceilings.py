@@ -8,12 +8,14 @@
 | warm, gather on the CPU | torch's index_select out of a mapping of the files, and the consumer's pass         |
 | cold, gather            | O_DIRECT reads of one record, kernel AIO, the best of a sweep over queue depths      |
 | pipeline, train         | the same as for read, or the compute alone, whichever is slower                      |
+| write                   | O_DIRECT writes with fsync, the best of a sweep (ceilings_write.py)                  |
 | epoch                   | as for gather below 1 MiB a record, for read above; and as pipeline with compute     |
 
 The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
 fault no pages in, which a loader that returns new memory has to: what is missing to 100 % is mostly that. A loader
 that maps the page cache instead of copying it can pass 100 %. A cold ceiling is what this sweep found on this disk,
-not what its data sheet says.
+not what its data sheet says; where the file system refuses O_DIRECT it goes through the emptied page cache, and its
+detail says so.
 """
 
 from __future__ import annotations
@@ -101,8 +103,10 @@ class ParallelRead(Ceiling):
     """Threads that preadv whole blocks into existing memory; the best threads and block size of a sweep."""
 
     def __init__(self, paths: Sequence[str], *, direct: bool, consumer: bool, nbytes: int = _SAMPLE_BYTES) -> None:
-        self.kind = "disk_o_direct" if direct else "preadv_warm"
-        self._paths, self._direct, self._consumer = list(paths), direct, consumer
+        self._why = cache.refuses_direct(paths[0]) if direct else None
+        self.kind = "preadv_cold" if self._why else "disk_o_direct" if direct else "preadv_warm"
+        self._paths, self._cold, self._consumer = list(paths), direct, consumer
+        self._direct = direct and self._why is None
         total = sum(os.path.getsize(path) for path in paths)
         self._nbytes = min(nbytes, total)
         # Anonymous mappings are page-aligned, which O_DIRECT needs.
@@ -121,13 +125,14 @@ class ParallelRead(Ceiling):
     def describe(self) -> str:
         threads, block = self._choice
         suffix = ", consumed" if self._consumer else ""
-        return f"{threads} threads x {block // _MIB} MiB, {self._nbytes / _MIB:.0f} MiB{suffix}"
+        why = f"; through the page cache: {self._why}" if self._why else ""
+        return f"{threads} threads x {block // _MIB} MiB, {self._nbytes / _MIB:.0f} MiB{suffix}{why}"
 
     def close(self) -> None:
         self._memory.close()
 
     def _rate(self, threads: int, block: int, nbytes: int) -> float:
-        if self._direct:
+        if self._cold:
             cache.evict(self._paths)  # O_DIRECT reads of cached pages may be served from memory
         flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._direct else 0)
         descriptors = [os.open(path, flags) for path in self._paths]
@@ -221,6 +226,43 @@ class DirectRecords(Ceiling):
         return f"kernel AIO, depth {self._depth}, {self._request.length} B"
 
 
+class BufferedRecords(Ceiling):
+    """Single records through the page cache, which was emptied before: where O_DIRECT is refused."""
+
+    kind = "pread_cold_records"
+
+    def __init__(self, paths: Sequence[str], request: GatherRequest, why: str) -> None:
+        self._paths, self._request, self._why = list(paths), request, why
+        trial = min(2048, len(request.offsets))
+        self._threads = max((4, 16, 64), key=lambda threads: self._rate(threads, trial))
+
+    def sample(self) -> float:
+        return self._rate(self._threads, len(self._request.offsets))
+
+    def describe(self) -> str:
+        return f"{self._threads} threads, {self._request.length} B; through the page cache: {self._why}"
+
+    def _rate(self, threads: int, records: int) -> float:
+        cache.evict(self._paths)
+        length = self._request.length
+        descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self._paths]
+        try:
+            for descriptor in descriptors:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or much more than a record would be read
+            files, offsets = self._request.file_index[:records].tolist(), self._request.offsets[:records].tolist()
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(time.sleep, [0.001] * threads))  # start the threads
+                start = time.perf_counter()
+                parts = [range(first, records, threads) for first in range(threads)]
+                read = pool.map(
+                    lambda part: sum(len(os.pread(descriptors[files[i]], length, offsets[i])) for i in part), parts
+                )
+                return sum(read) / (time.perf_counter() - start) / 1e9
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
 class Overlap(Ceiling):
     """Compute that hides what arrives meanwhile, or is hidden by it: the slower of the two, each alone."""
 
@@ -251,6 +293,12 @@ def choose(workload: Workload, *, cold: bool) -> Ceiling:
 def _choose(workload: Workload, *, cold: bool) -> Ceiling:
     job: Job = workload.job
     request: Any = job.request
+    if job.saves_to is not None:
+        from bench.ceilings_write import DirectWrite
+
+        return DirectWrite(job.saves_to, workload.sample_bytes)
+    if cold and request and (why := cache.refuses_direct(job.paths[0])) is not None:
+        return BufferedRecords(job.paths, request, why)
     if cold:
         return DirectRecords(job.paths, request) if request else ParallelRead(job.paths, direct=True, consumer=False)
     if job.cuda:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-VERBS = ("read", "gather", "pipeline", "train", "epoch")
+VERBS = ("read", "gather", "pipeline", "train", "epoch", "write")
 CACHE_STATES = ("warm", "cold")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -51,6 +52,14 @@ class ScenarioConfig:
         _at_least("scenario.rounds", self.rounds, 1)
         _at_least("scenario.records", self.records, 1)
         _at_least("scenario.record_bytes", self.record_bytes, 512)
+
+    def parts(self) -> list[ScenarioConfig]:
+        """What a run measures one after the other."""
+        return [self]
+
+    def check_storage(self, storage: StorageConfig) -> None:
+        """Raise BenchConfigError where the scenario decides what `storage` says."""
+        del storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,13 @@ _SCENARIOS: dict[str, type[ScenarioConfig]] = {
     "train": TrainingConfig,
     "epoch": EpochConfig,
 }
+#: verb -> module and class, where these are not in this one, which they import
+_ELSEWHERE = {"write": ("bench.config_checkpoint", "CheckpointConfig")}
+
+
+def _scenarios() -> dict[str, type[ScenarioConfig]]:
+    found = {verb: getattr(importlib.import_module(module), name) for verb, (module, name) in _ELSEWHERE.items()}
+    return {**_SCENARIOS, **found}
 
 
 def parts(scenario: ScenarioConfig) -> list[ScenarioConfig]:
@@ -167,7 +183,7 @@ def parts(scenario: ScenarioConfig) -> list[ScenarioConfig]:
         return [dataclasses.replace(scenario, tokens=[count]) for count in scenario.tokens]
     if isinstance(scenario, EpochConfig):
         return [dataclasses.replace(scenario, sizes=[size]) for size in scenario.sizes]
-    return [scenario]
+    return scenario.parts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +231,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, DEVICES)
+        self.scenario.check_storage(self.storage)
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -287,7 +304,7 @@ def _check_key(key: str, config_dir: Path) -> None:
         return
     valid = top
     # Which verb the scenario has is not known yet, so that a key of any of them passes here.
-    found = list({ScenarioConfig, *_SCENARIOS.values()}) if head == "scenario" else top[head]
+    found = list({ScenarioConfig, *_scenarios().values()}) if head == "scenario" else top[head]
     for name in rest.split(".") if rest else ():
         valid = _hints(found)
         if name not in valid:
@@ -323,7 +340,7 @@ def _check(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise BenchConfigError(f"'{where}' is {value!r}; it has to be a mapping")
         if hint is ScenarioConfig:
-            hint = _SCENARIOS.get(str(value.get("verb")), ScenarioConfig)
+            hint = _scenarios().get(str(value.get("verb")), ScenarioConfig)
         return from_mapping(typing.cast("type[Any]", hint), value, where)
     accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = [typing.get_origin(item) or item for item in accepted]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,27 @@ _PACKAGES = (
     "nvidia-dali-cuda120",
     "nvidia-dali-cuda130",
 )
+#: Type -> name of filesystems that reach their storage over a network, or through the host of a virtual machine.
+_NETWORK = {
+    "nfs": "NFS",
+    "nfs4": "NFS",
+    "cifs": "SMB",
+    "smb3": "SMB",
+    "lustre": "Lustre",
+    "ceph": "CephFS",
+    "gpfs": "GPFS",
+    "beegfs": "BeeGFS",
+    "wekafs": "WekaFS",
+    "glusterfs": "GlusterFS",
+    "orangefs": "OrangeFS",
+    "panfs": "PanFS",
+    "afs": "AFS",
+    "9p": "9P",
+    "virtiofs": "virtiofs",
+    "fuse": "FUSE",
+}
+#: Of FUSE, those that only show local files in another way.
+_LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.bindfs", "fuse.ntfs-3g", "fuse.portal")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -57,7 +80,11 @@ def collect(directory: Path, device: str) -> dict[str, Any]:
 
 
 def filesystem(directory: Path) -> dict[str, str] | None:
-    """Type, source and mount point of the filesystem that holds `directory`, from /proc/self/mountinfo."""
+    """Type, source and mount point of the filesystem that holds `directory`, from /proc/self/mountinfo.
+
+    `network` names it as well where its storage is another machine's, or may be: a cache beyond this machine's is then
+    warm or cold as it likes.
+    """
     if not directory.exists():
         return None
     device = os.stat(directory).st_dev
@@ -65,12 +92,41 @@ def filesystem(directory: Path) -> dict[str, str] | None:
     found = None
     for line in _read("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
-        inside = directory.resolve().is_relative_to(fields[4]) if len(fields) > 4 else False
+        fields, kind = left.split(), [*map(_unescaped, right.split())]
+        if len(fields) <= 4 or len(kind) < 2:
+            continue
+        mount = _unescaped(fields[4])
         # The last mount whose point holds the directory is the one that is seen; overlays show another device number.
-        if inside and len(kind) >= 2 and (fields[2] == wanted or found is None or len(fields[4]) > len(found["mount"])):
-            found = {"type": kind[0], "source": kind[1], "mount": fields[4]}
+        if directory.resolve().is_relative_to(mount) and (
+            fields[2] == wanted or found is None or len(mount) > len(found["mount"])
+        ):
+            found = {"type": kind[0], "source": kind[1], "mount": mount}
+    if found is not None and (network := network_name(found["type"])) is not None:
+        found["network"] = network
     return found
+
+
+def network_note(env: Mapping[str, Any]) -> str | None:
+    """What a reader has to know where the files of a run were on a network; None where they were not."""
+    found = env.get("filesystem")
+    if not isinstance(found, Mapping) or "network" not in found:
+        return None
+    return (
+        f"The files are on {found['network']} ({found['source']}): a cold cache is this machine's alone, whatever the "
+        "other side keeps in memory."
+    )
+
+
+def network_name(kind: str) -> str | None:
+    """What people call a filesystem of that type whose storage is, or may be, elsewhere; None for others."""
+    if kind.startswith("fuse.") and kind not in _LOCAL_FUSE:
+        return f"FUSE ({kind.removeprefix('fuse.')})"
+    return _NETWORK.get(kind)
+
+
+def _unescaped(field: str) -> str:
+    """Blanks and backslashes are octal numbers there."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def _commit() -> str | None:

@@ -36,6 +36,9 @@ _POOL_BYTES = 2 * 8_388_593  # twice a prime, so that a pair of bytes stays one 
 _POOL_STEP = 1_000_002
 _SHARED_MEMORY = "/dev/shm"
 _GIB = 1 << 30
+#: What files need beside their bytes: a share for headers and the file system's own, and a reserve.
+MARGIN = 1.01
+RESERVE_BYTES = 64 << 20
 
 
 #: Of one tensor: name, dtype (safetensors') and shape.
@@ -94,6 +97,8 @@ class Plan:
     weights: bool = False
     #: Whether nothing is written at first: each part of the scenario then writes as much, in a form of its own.
     by_part: bool = False
+    #: Whether the files stay when the run ends.
+    keep: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -108,38 +113,66 @@ def choose(storage: StorageConfig, *, cuda: bool, cold: bool) -> Plan:
     """
     directory = Path(storage.dir) if storage.dir else Path(tempfile.gettempdir())
     why = "as configured"
-    if storage.dir is None and not cold and _room(Path(_SHARED_MEMORY)) >= 2 * _GIB:
+    if storage.dir is None and not cold and room(Path(_SHARED_MEMORY)) >= 2 * _GIB:
         directory = Path(_SHARED_MEMORY)
     if not directory.is_dir():
         raise BenchError(f"storage.dir: {directory} is not a directory; create it or choose another with storage.dir=")
-    room = _room(directory)
+    free = room(directory)
     if storage.files is None or storage.file_bytes is None:
-        if cuda and room >= 12 * _GIB and _memory_available() >= 24 * _GIB:
+        if cuda and free >= 12 * _GIB and memory_available() >= 24 * _GIB:
             files, file_bytes, why = 8, LAYER_BYTES, "a GPU and at least 24 GiB of memory"
         else:
-            total = min(_GIB, room // 4)
+            total = min(_GIB, free // 4)
             files, file_bytes, why = 8, max(total // 8, 1 << 20), "1 GiB without a GPU or without room for more"
     files = storage.files or files
     file_bytes = storage.file_bytes or file_bytes
-    plan = Plan(directory, files, file_bytes, why, storage.tensors)
-    needed = int(plan.total_bytes * 1.01) + (64 << 20)
-    if needed > room:
+    plan = Plan(directory, files, file_bytes, why, storage.tensors, keep=storage.keep_files)
+    needed = int(plan.total_bytes * MARGIN) + RESERVE_BYTES
+    if needed > free:
         raise BenchError(
             f"{files} files of {file_bytes / 1e9:.2f} GB need {needed / 1e9:.2f} GB, but {directory} has room for "
-            f"{room / 1e9:.2f} GB; lower storage.files or storage.file_bytes, or choose another storage.dir"
+            f"{free / 1e9:.2f} GB; lower storage.files or storage.file_bytes, or choose another storage.dir"
         )
     return plan
 
 
 @contextmanager
 def written(plan: Plan, *, keep: bool = False) -> Iterator[BenchFiles]:
-    """Write the files, hand them out, and remove them, also when the block or the writing is interrupted."""
-    directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=plan.directory))
+    """Write the files, hand them out, and remove them, also when the block or the writing is interrupted.
+
+    Raises BenchError where the directory cannot be written in, and where the disk is full although it was not before.
+    """
     try:
-        yield _write(directory, plan)
+        directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=plan.directory))
+    except OSError as error:
+        raise BenchError(
+            f"storage.dir: nothing can be written in {plan.directory}: {error.strerror}; choose another with "
+            "storage.dir="
+        ) from error
+    try:
+        yield _written(directory, plan)
     finally:
         if not keep:
-            shutil.rmtree(directory)
+            _remove(directory)
+
+
+def _written(directory: Path, plan: Plan) -> BenchFiles:
+    try:
+        return _write(directory, plan)
+    except OSError as error:
+        raise BenchError(
+            f"test files of {plan.total_bytes / 1e9:.2f} GB cannot be written in {plan.directory}, which has room for "
+            f"{room(directory) / 1e9:.2f} GB more by now: {error.strerror}; choose another with storage.dir="
+        ) from error
+
+
+def _remove(directory: Path) -> None:
+    """Also where Ctrl-C comes once more meanwhile, as it does from the impatient."""
+    try:
+        shutil.rmtree(directory)
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _write(directory: Path, plan: Plan) -> BenchFiles:
@@ -214,11 +247,14 @@ def _layout(layer: int, plan: Plan, first_tensor: int) -> tuple[bytes, list[Tens
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
     return header, [
-        TensorInfo(
-            name, dtype, shape, layer, len(header) + offset, nbytes, (first_tensor + i) * _POOL_STEP % _POOL_BYTES
-        )
+        TensorInfo(name, dtype, shape, layer, len(header) + offset, nbytes, pool_offset(first_tensor + i))
         for i, (name, dtype, shape, offset, nbytes) in enumerate(sized)
     ]
+
+
+def pool_offset(number: int) -> int:
+    """Where in the pool the content of a checkpoint's tensor starts: elsewhere for each."""
+    return number * _POOL_STEP % _POOL_BYTES
 
 
 def layer_shapes(layer: int, target_bytes: int) -> list[Shaped]:
@@ -252,18 +288,19 @@ def layer_shapes(layer: int, target_bytes: int) -> list[Shaped]:
     return shapes
 
 
-def _room(directory: Path) -> int:
+def room(directory: Path) -> int:
     """Bytes that may be written there: free space, and on a memory filesystem also free memory less a reserve."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError:
         return 0
     if str(directory).startswith(_SHARED_MEMORY):
-        return max(0, min(free, _memory_available() - 2 * _GIB))
+        return max(0, min(free, memory_available() - 2 * _GIB))
     return free
 
 
-def _memory_available() -> int:
+def memory_available() -> int:
+    """Bytes that the system can give without swapping; 0 where it does not say."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -170,6 +170,8 @@ class Runner:
                 sample, delivered = self._timed(loader, number)
                 sample.figures = figures | self._workload.after(loader, delivered)
                 self._workload.verify(delivered)
+                if loader.delivers() == "owned":
+                    self._workload.spoil(delivered)
             except VerificationError:
                 outcome.verified = False
                 raise

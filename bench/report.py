@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from bench import peers, report_epoch, report_layers, stats, table
+from bench import environment, peers, report_checkpoint, report_epoch, report_layers, stats, table
 from bench.record import Record
 from bench.table import Column, Content, Section
 
@@ -18,6 +18,7 @@ _TABLES: dict[str, Callable[[Sequence[Record]], Content]] = {
     "pipeline": report_layers.pipeline,
     "train": report_layers.training,
     "epoch": report_epoch.epochs,
+    "write": report_checkpoint.checkpoints,
 }
 
 
@@ -56,6 +57,8 @@ def content(measured: Sequence[Record]) -> Content:
     if load is not None and cores and load > cores / 2:
         busy = f"The machine was busy with other work before this run (load {load:.1f} on {cores} cores)."
         found = found._replace(notes=[*found.notes, busy])
+    if (network := environment.network_note(measured[0].env)) is not None:
+        found = found._replace(notes=[*found.notes, network])
     return found
 
 

@@ -148,12 +148,17 @@ def _machine(record: Record) -> tuple[tuple[str, str], ...]:
         "CPU": f"{env.get('cpu_model') or 'unknown'}, {env.get('cores')} cores",
         "memory": f"{memory / 2**30:.0f} GiB" if memory else None,
         "kernel": env.get("kernel"),
-        "files": f"{place['type']} at {place['mount']} ({place['source']})" if isinstance(place, Mapping) else None,
+        "files": _place(place) if isinstance(place, Mapping) else None,
         "Python": env.get("python"),
         "versions": _pairs(env.get("versions")),
         "variables": _pairs(env.get("variables"), "="),
     }
     return tuple((name, str(value)) for name, value in said.items() if value)
+
+
+def _place(found: Mapping[str, Any]) -> str:
+    network = f", {found['network']}: not this machine's own storage" if "network" in found else ""
+    return f"{found['type']} at {found['mount']} ({found['source']}){network}"
 
 
 def _pairs(values: Any, between: str = " ") -> str:

@@ -27,7 +27,7 @@ MACHINE = ("gpu", "driver", "kernel", "cpu_model", "cores", "memory_bytes", "tor
 #: Settings that say how a run is made, and not what is measured.
 _HOW = {"output", "storage.dir", "storage.keep_files", "scenario.rounds", "scenario.max_seconds"}
 #: Settings that a run goes through part by part (config.parts).
-_PARTS = {"scenario.tokens", "scenario.sizes"}
+_PARTS = {"scenario.tokens", "scenario.sizes", "scenario.models"}
 
 
 class Group(NamedTuple):
@@ -109,6 +109,8 @@ def part(each: Record) -> str:
     tokens, sizes = flat.get("scenario.tokens"), flat.get("scenario.sizes")
     if isinstance(tokens, int):
         return f"{tokens} tokens"
+    if isinstance(model := flat.get("scenario.models"), str):
+        return f"Llama 3 {model}"
     return f"records of {table.block(sizes)}" if isinstance(sizes, int) else ""
 
 

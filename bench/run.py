@@ -8,6 +8,7 @@
     python -m bench.run experiment=pipeline          layers of 1237 MB through two slots, behind compute
     python -m bench.run experiment=training_step     forward and backward steps of an offloaded model
     python -m bench.run experiment=loader_epoch      shuffled batches of records, against other data loaders
+    python -m bench.run experiment=checkpoint        checkpoints onto a disk, fsync included, and back
     python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
 
 Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says. Exit status: 0 when
@@ -79,6 +80,8 @@ def _measure(
         highlight=False,
     )
     env = environment.collect(plan.directory, device)
+    if (note := environment.network_note(env)) is not None:
+        out.print(note, style="yellow", highlight=False)
     parts = config.parts(settings.scenario)
     rows: list[record.Record] = []
     with _bar(out) as bar:
@@ -108,7 +111,13 @@ def _measure_part(
 ) -> list[record.Record]:
     scenario, cold = settings.scenario, settings.cache.state == "cold"
     step("preparing the scenario")
-    workload = scenarios.build(scenario, written, device)
+    try:
+        workload = scenarios.build(scenario, written, device)
+    except OSError as error:
+        raise BenchError(
+            f"the scenario's files cannot be written in {written.directory.parent}: {error.strerror or error}; choose "
+            "another with storage.dir="
+        ) from error
     try:
         step("finding the ceiling")
         ceiling = ceilings.choose(workload, cold=cold)
@@ -201,7 +210,9 @@ def _fail(error: BenchError, out: Console) -> None:
 
 def main() -> None:
     """The entry point."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(number, _interrupt)
     try:
         config.check_overrides(sys.argv[1:])
         _app()

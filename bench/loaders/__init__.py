@@ -27,6 +27,11 @@ KINDS = {
     "litdata": ("bench.loaders.litdata", "LitData"),
     "mosaic_streaming": ("bench.loaders.mosaic_streaming", "MosaicStreaming"),
     "dali": ("bench.loaders.dali", "Dali"),
+    "gdsstream_save": ("bench.loaders.gdsstream_save", "SaveFile"),
+    "safetensors_save": ("bench.loaders.safetensors_save", "SafetensorsSave"),
+    "torch_save": ("bench.loaders.torch_save", "TorchSave"),
+    "torch_dcp": ("bench.loaders.torch_dcp", "TorchDcp"),
+    "torch_gds": ("bench.loaders.torch_gds", "TorchGds"),
     "pread": ("bench.loaders.pread", "Pread"),
 }
 

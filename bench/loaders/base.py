@@ -90,10 +90,30 @@ class Job:
     request: GatherRequest | None = None
     layers: LayerRequest | None = None
     epoch: EpochRequest | None = None
+    #: Where the folders lie that verb `write` saves into.
+    saves_to: Path | None = None
 
     @property
     def cuda(self) -> bool:
         return self.device.startswith("cuda")
+
+
+class Saving(ABC):
+    """A checkpoint on its way to the storage; the tensors are no longer needed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when fsync has returned for every file and for the folder. Where it raises, nothing writes any more.
+
+        Timed.
+        """
+
+
+class Done(Saving):
+    """Of a saver that returns when all is over."""
+
+    def wait(self) -> None:
+        return None
 
 
 class Loader(ABC):
@@ -150,6 +170,16 @@ class Loader(ABC):
         """Verb `epoch`: `count` epochs one after the other, each shuffled anew, as batches [B, record_bytes] that can
         be used on the current stream, until the next one is asked for."""
         raise NotImplementedError(f"{type(self).__name__} has no verb 'epoch'")
+
+    def save(self, shards: Mapping[str, Mapping[str, torch.Tensor]], folder: Path) -> Saving:
+        """Verb `write`: a checkpoint into an empty folder, each shard into a file of that name and the format's ending,
+        or in a way of its own. Returns when the tensors may be changed on the current stream."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'write'")
+
+    def restore(self, folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, torch.Tensor]:
+        """Verb `write`: every tensor of a checkpoint that `save` wrote, on the device. `tensors` are their shapes and
+        dtypes (safetensors' names), for formats that ask for them."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'write'")
 
     def statistics(self) -> dict[str, float]:
         """Verbs `pipeline` and `train`: what streaming did since its statistics began, by name, once it is done."""

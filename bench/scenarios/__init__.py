@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.config import EpochConfig, LayersConfig, PipelineConfig, ScenarioConfig, TrainingConfig
+from bench.config_checkpoint import CheckpointConfig
 from bench.files import BenchFiles, Plan
 from bench.scenarios.base import Workload
 
@@ -17,6 +18,10 @@ def plan(scenario: ScenarioConfig, chosen: Plan, *, cold: bool) -> Plan:
         from bench.scenarios import epoch
 
         return epoch.plan(scenario, chosen)
+    if isinstance(scenario, CheckpointConfig):
+        from bench.scenarios import checkpoint
+
+        return checkpoint.plan(scenario, chosen, cold=cold)
     return chosen
 
 
@@ -34,6 +39,10 @@ def build(scenario: ScenarioConfig, files: BenchFiles, device: str) -> Workload:
         from bench.scenarios.epoch import Epoch
 
         return Epoch(files, device, scenario)
+    if isinstance(scenario, CheckpointConfig):
+        from bench.scenarios.checkpoint import Checkpoint
+
+        return Checkpoint(files, device, scenario)
     if scenario.verb == "gather":
         from bench.scenarios.gather import Gather
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +80,16 @@ class Workload(ABC):
     @abstractmethod
     def verify(self, delivered: Any) -> None:
         """Compare every byte. Untimed. Raises VerificationError."""
+
+    def spoil(self, delivered: Any) -> None:
+        """Make what was verified wrong, a byte of every page, before its memory is used again: a loader that writes
+        nothing into it the next time would deliver the right bytes otherwise. Untimed; for memory that is owned."""
+        import torch
+
+        with torch.inference_mode():  # where tensors of that mode may be changed, too
+            for tensor in self.tensors(delivered):
+                flat = tensor.detach().reshape(-1).view(torch.uint8)
+                flat[:: mmap.PAGESIZE].bitwise_not_()
 
     def close(self) -> None:
         """Remove what was written for this workload alone."""

@@ -78,7 +78,10 @@ def test_a_failure_while_writing_removes_the_files(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space"), files.written(files.Plan(tmp_path, 2, MIB, "")):
+    with (
+        pytest.raises(BenchError, match="No space left on device; choose another"),
+        files.written(files.Plan(tmp_path, 2, MIB, "")),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []
 
