@@ -53,7 +53,7 @@ class Workers(Loader):
     def close(self) -> None:
         # Left to the end of the process, torch waits five seconds for each worker that was to stay.
         for loader in _torch_loaders(self._loader):
-            iterator = getattr(loader, "_iterator", None)  # of workers that stay from one epoch to the next
+            iterator: Any = getattr(loader, "_iterator", None)  # of workers that stay from one epoch to the next
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
         self._loader = None
