@@ -9,7 +9,7 @@
 | cold, gather            | O_DIRECT reads of one record, kernel AIO, the best of a sweep over queue depths      |
 | pipeline, train         | the same as for read, or the compute alone, whichever is slower                      |
 | write                   | O_DIRECT writes with fsync, the best of a sweep (ceilings_write.py)                  |
-| epoch                   | as for gather below 1 MiB a record, for read above; and as pipeline with compute     |
+| epoch, mlperf           | as for gather below 1 MiB a record, for read above; and as pipeline with compute     |
 
 The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
 fault no pages in, which a loader that returns new memory has to: what is missing to 100 % is mostly that. A loader

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-VERBS = ("read", "gather", "pipeline", "train", "epoch", "write")
+VERBS = ("read", "gather", "pipeline", "train", "epoch", "mlperf", "write")
 CACHE_STATES = ("warm", "cold")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -168,7 +168,10 @@ _SCENARIOS: dict[str, type[ScenarioConfig]] = {
     "epoch": EpochConfig,
 }
 #: verb -> module and class, where these are not in this one, which they import
-_ELSEWHERE = {"write": ("bench.config_checkpoint", "CheckpointConfig")}
+_ELSEWHERE = {
+    "mlperf": ("bench.config_mlperf", "MlperfConfig"),
+    "write": ("bench.config_checkpoint", "CheckpointConfig"),
+}
 
 
 def _scenarios() -> dict[str, type[ScenarioConfig]]:
@@ -177,8 +180,8 @@ def _scenarios() -> dict[str, type[ScenarioConfig]]:
 
 
 def parts(scenario: ScenarioConfig) -> list[ScenarioConfig]:
-    """What a run measures one after the other: the scenario with each number of tokens or size of a record, or the
-    scenario itself."""
+    """What a run measures one after the other: the scenario with each number of tokens, size of a record or workload,
+    or the scenario itself."""
     if isinstance(scenario, LayersConfig):
         return [dataclasses.replace(scenario, tokens=[count]) for count in scenario.tokens]
     if isinstance(scenario, EpochConfig):
@@ -306,7 +309,8 @@ def _check_key(key: str, config_dir: Path) -> None:
     # Which verb the scenario has is not known yet, so that a key of any of them passes here.
     found = list({ScenarioConfig, *_scenarios().values()}) if head == "scenario" else top[head]
     for name in rest.split(".") if rest else ():
-        valid = _hints(found)
+        named = [typing.get_args(hint)[1] for hint in found if typing.get_origin(hint) is dict]
+        valid = dict.fromkeys(options("workload", config_dir), named) if named else _hints(found)
         if name not in valid:
             raise BenchConfigError(f"unknown key '{key}'; {nearest(name, valid)}")
         found = valid[name]
@@ -342,6 +346,10 @@ def _check(value: Any, hint: Any, where: str) -> Any:
         if hint is ScenarioConfig:
             hint = _scenarios().get(str(value.get("verb")), ScenarioConfig)
         return from_mapping(typing.cast("type[Any]", hint), value, where)
+    if typing.get_origin(hint) is dict and dataclasses.is_dataclass(of := typing.get_args(hint)[1]):
+        if not isinstance(value, Mapping):
+            raise BenchConfigError(f"'{where}' is {value!r}; it has to be a mapping")
+        return {str(name): _check(item, of, _join(where, str(name))) for name, item in value.items()}
     accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = [typing.get_origin(item) or item for item in accepted]
     if value is None and type(None) in plain:

@@ -235,5 +235,5 @@ def _short(figures: Mapping[str, Any], count: int) -> list[str]:
     return [name for name, values in figures.items() if not isinstance(values, list) or len(values) != count]
 
 
-_DERIVING = ("pipeline", "train", "epoch", "write")
+_DERIVING = ("pipeline", "train", "epoch", "mlperf", "write")
 _NEEDED_WHEN_OK = ("gb_per_s", "units_per_s", "pct_ceiling", "cpu_s_per_gb", "startup_s", "verified")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from bench import environment, peers, report_checkpoint, report_epoch, report_layers, stats, table
+from bench import environment, peers, report_checkpoint, report_epoch, report_layers, report_mlperf, stats, table
 from bench.record import Record
 from bench.table import Column, Content, Section
 
@@ -19,6 +19,7 @@ _TABLES: dict[str, Callable[[Sequence[Record]], Content]] = {
     "train": report_layers.training,
     "epoch": report_epoch.epochs,
     "write": report_checkpoint.checkpoints,
+    "mlperf": report_mlperf.workloads,
 }
 
 

@@ -26,8 +26,9 @@ _ADDED: dict[int, dict[str, Any]] = {2: {"figures": {}, "derived": None}}
 MACHINE = ("gpu", "driver", "kernel", "cpu_model", "cores", "memory_bytes", "torch")
 #: Settings that say how a run is made, and not what is measured.
 _HOW = {"output", "storage.dir", "storage.keep_files", "scenario.rounds", "scenario.max_seconds"}
-#: Settings that a run goes through part by part (config.parts).
-_PARTS = {"scenario.tokens", "scenario.sizes", "scenario.models"}
+#: Settings that a run goes through part by part (config.parts), and where those of a part's workload are.
+_PARTS = {"scenario.tokens", "scenario.sizes", "scenario.models", "scenario.compute"}
+_WORKLOADS = "scenario.workloads."
 
 
 class Group(NamedTuple):
@@ -107,6 +108,9 @@ def part(each: Record) -> str:
     """Which part of its run a row is of, for people; empty where a run has one part only."""
     flat = settings(each)
     tokens, sizes = flat.get("scenario.tokens"), flat.get("scenario.sizes")
+    if each.verb == "mlperf":
+        names = dict.fromkeys(key.split(".")[2] for key in flat if key.startswith(_WORKLOADS))
+        return ", ".join([*names, *([] if flat.get("scenario.compute") else ["without compute"])])
     if isinstance(tokens, int):
         return f"{tokens} tokens"
     if isinstance(model := flat.get("scenario.models"), str):
@@ -120,19 +124,23 @@ def rates(each: Record) -> list[float]:
 
 
 def all_rates(each: Record) -> list[float]:
-    """GB/s of every sample, in the order taken."""
-    return [each.bytes / 1e9 / seconds for seconds in each.samples_s]
+    """GB/s of every sample, in the order taken; of its own bytes where samples differ in them."""
+    sizes = each.figures.get("bytes") or [each.bytes] * len(each.samples_s)
+    return [nbytes / 1e9 / seconds for nbytes, seconds in zip(sizes, each.samples_s, strict=True)]
 
 
 def _group_key(each: Record) -> str:
-    shared = {key: value for key, value in settings(each).items() if key not in _PARTS and key[:6] != "loader"}
+    shared = {key: value for key, value in settings(each).items() if not _is_part(key) and key[:6] != "loader"}
     machine = {key: each.env.get(key) for key in (*MACHINE, "filesystem")}
     return json.dumps([each.scenario, each.verb, each.cache, each.device, shared, machine], sort_keys=True, default=str)
 
 
 def _parts_of(each: Record) -> list[Any]:
-    flat = settings(each)
-    return [flat.get(key) for key in sorted(_PARTS)]
+    return sorted((key, value) for key, value in settings(each).items() if _is_part(key))
+
+
+def _is_part(key: str) -> bool:
+    return key in _PARTS or key.startswith(_WORKLOADS)
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

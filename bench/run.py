@@ -9,6 +9,7 @@
     python -m bench.run experiment=training_step     forward and backward steps of an offloaded model
     python -m bench.run experiment=loader_epoch      shuffled batches of records, against other data loaders
     python -m bench.run experiment=checkpoint        checkpoints onto a disk, fsync included, and back
+    python -m bench.run experiment=mlperf workload=unet3d     a workload of MLPerf Storage, or all of them
     python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
 
 Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says. Exit status: 0 when

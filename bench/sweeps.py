@@ -16,8 +16,8 @@ from bench.record import Record
 
 #: Numbers that say how a sample is made, and not what it is made of.
 _NO_KNOBS = {"scenario.sample_seconds", "scenario.sample_bytes", "scenario.compute_ms", "scenario.seed"}
-#: Another layer or another number of tokens is other work for these verbs, and no throughput to compare.
-_LAYERS = ("pipeline", "train")
+#: Another layer, number of tokens or workload is other work for these verbs, and no throughput to compare.
+_LAYERS = ("pipeline", "train", "mlperf")
 
 
 _NAMES = {

@@ -166,9 +166,10 @@ class Loader(ABC):
         """Verb `train`: the offloaded modules, to be used forward, then backward. The statistics begin anew."""
         raise NotImplementedError(f"{type(self).__name__} has no verb 'train'")
 
-    def epochs(self, count: int) -> Iterator[torch.Tensor]:
-        """Verb `epoch`: `count` epochs one after the other, each shuffled anew, as batches [B, record_bytes] that can
-        be used on the current stream, until the next one is asked for."""
+    def epochs(self, count: int) -> Iterator[Any]:
+        """Verbs `epoch` and `mlperf`: `count` epochs one after the other, each shuffled anew, as batches that can be
+        used on the current stream, until the next one is asked for: [B, record_bytes], or values and offsets where the
+        records differ in size (ragged.py)."""
         raise NotImplementedError(f"{type(self).__name__} has no verb 'epoch'")
 
     def save(self, shards: Mapping[str, Mapping[str, torch.Tensor]], folder: Path) -> Saving:

@@ -28,14 +28,17 @@ class Dali(own_format.Converted):
     prefetch_queue_depth: int = 2
     most_files: int = 150_000
 
-    verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
+    verbs: ClassVar[frozenset[str]] = frozenset({"epoch", "mlperf"})
 
     _iterator: Any = field(default=None, init=False, repr=False)
 
     def check(self, job: Job) -> None:
         if self.reader == "gpu":
             need_cuda(job, "DALI's GPU reader")
-        count = own_format.request_of(job).shards.num_records
+        shards = own_format.request_of(job).shards
+        if shards.sizes is not None:
+            raise Unavailable("its iterator for torch needs samples of one shape, and these records differ in size")
+        count = shards.num_records
         if count > self.most_files:
             raise Unavailable(f"a record is a file for its numpy reader, and {count} are more than most_files")
 

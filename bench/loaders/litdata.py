@@ -6,14 +6,11 @@ Its shuffle is of whole chunks and inside each of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from bench import ragged
 from bench.loaders import own_format
 from bench.loaders.base import Job, need
 from bench.loaders.workers import Workers
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -45,6 +42,7 @@ class LitData(own_format.Converted, Workers):
             dataset,
             batch_size=request.batch_size,
             **self.options(job),
+            **({} if request.shards.sizes is None else {"collate_fn": ragged.collate}),
         )
 
     def route(self) -> str | None:

@@ -6,10 +6,11 @@ Its shuffle is the default one, of shards and of the samples in blocks that span
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from bench import ragged
 from bench.loaders import own_format
 from bench.loaders.base import Job, need
 from bench.loaders.workers import Workers
@@ -28,7 +29,8 @@ class MosaicStreaming(own_format.Converted, Workers):
     def convert(self, job: Job) -> None:
         library = need("streaming", "mosaicml-streaming")
         self._directory = own_format.folder(job, f"mosaic-{id(self)}")
-        column = f"ndarray:uint8:{own_format.request_of(job).shards.record_bytes}"
+        shards = own_format.request_of(job).shards
+        column = f"ndarray:uint8:{shards.record_bytes}" if shards.sizes is None else "ndarray:uint8"
         with library.MDSWriter(out=str(self._directory), columns={"x": column}, size_limit=self.shard_bytes) as mds:
             for row in own_format.rows(job):
                 mds.write({"x": row})
@@ -53,13 +55,20 @@ class MosaicStreaming(own_format.Converted, Workers):
             batch_size=request.batch_size,
             **self.options(job),
             worker_init_fn=_unwarned,
+            collate_fn=None if request.shards.sizes is None else _collate,
         )
 
-    def batches(self) -> Iterable[torch.Tensor]:
+    def batches(self) -> Iterable[torch.Tensor | ragged.Ragged]:
         return (batch["x"] for batch in self._loader)
 
     def route(self) -> str | None:
         return f"MDS of {self.shard_bytes >> 20} MiB, {self.num_workers} workers, shuffle {self.shuffle_algo}"
+
+
+def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, ragged.Ragged]:
+    import torch
+
+    return {"x": ragged.collate([torch.from_numpy(sample["x"]) for sample in samples])}
 
 
 def _unwarned(worker: int) -> None:

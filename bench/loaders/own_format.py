@@ -42,8 +42,9 @@ def folder(job: Job, name: str) -> Path:
 
 def rows(job: Job) -> Iterator[npt.NDArray[np.uint8]]:
     """Every record, in the order of the numbers."""
-    for table in request_of(job).shards.tables():
-        yield from table
+    shards = request_of(job).shards
+    for shard in range(len(shards.paths)):
+        yield from shards.records(shard)
 
 
 def files_in(directory: Path) -> list[str]:

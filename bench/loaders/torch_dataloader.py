@@ -8,17 +8,17 @@ for their start.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench import ragged
 from bench.config import BenchConfigError
 from bench.loaders import own_format
 from bench.loaders.base import Job, need
 from bench.loaders.workers import Workers
-from bench.record_shards import DATA_OFFSET, RecordShards
+from bench.record_shards import Places, RecordShards
 
 if TYPE_CHECKING:
     import torch
@@ -30,34 +30,29 @@ class _Records:
     """A map-style dataset of the shards' records; every process opens the files for itself."""
 
     def __init__(self, shards: RecordShards) -> None:
-        self._shards = shards
-        self._starts = np.concatenate(([0], np.cumsum(shards.rows))).tolist()
+        self._paths = shards.paths
+        self._places = Places(shards)
 
     def __len__(self) -> int:
-        return self._shards.num_records
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Shard, and row in it."""
-        shard = bisect_right(self._starts, index) - 1
-        return shard, index - self._starts[shard]
+        return len(self._places)
 
 
 class MappedRecords(_Records):
-    """Rows of mappings."""
+    """Pieces of mappings."""
 
-    _tables: list[Any] | None = None
+    _files: list[Any] | None = None
 
     def __getitem__(self, index: int) -> torch.Tensor:
         import torch
 
-        if self._tables is None:
-            self._tables = list(self._shards.tables())
-        shard, row = self._place(index)
-        return torch.from_numpy(self._tables[shard][row])
+        if self._files is None:
+            self._files = [np.memmap(path, dtype=np.uint8, mode="c") for path in self._paths]
+        shard, offset, size = self._places[index]
+        return torch.from_numpy(self._files[shard][offset : offset + size])
 
 
 class FileRecords(_Records):
-    """Rows read from the files, which stay open."""
+    """Records read from the files, which stay open."""
 
     _files: list[int] | None = None
 
@@ -65,16 +60,15 @@ class FileRecords(_Records):
         import torch
 
         if self._files is None:
-            self._files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self._shards.paths]
-        shard, row = self._place(index)
-        size = self._shards.record_bytes
+            self._files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self._paths]
+        shard, offset, size = self._places[index]
         record = bytearray(size)
         view = memoryview(record)
         done = 0
         while done < size:
-            count = os.preadv(self._files[shard], [view[done:]], DATA_OFFSET + row * size + done)
+            count = os.preadv(self._files[shard], [view[done:]], offset + done)
             if not count:
-                raise OSError(f"{self._shards.paths[shard]} ends within record {index}")
+                raise OSError(f"{self._paths[shard]} ends within record {index}")
             done += count
         return torch.frombuffer(record, dtype=torch.uint8)
 
@@ -114,6 +108,7 @@ class TorchDataLoader(Workers):
             shuffle=True,
             generator=torch.Generator().manual_seed(request.seed),
             **self.options(job),
+            collate_fn=ragged.collate if request.shards.sizes is not None else None,
         )
 
     def route(self) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench import ragged
 from bench.loaders import own_format
 from bench.loaders.base import Job, need
 from bench.loaders.workers import Workers
@@ -26,11 +27,12 @@ class WebDataset(own_format.Converted, Workers):
     def convert(self, job: Job) -> None:
         library = need("webdataset", "webdataset")
         self._directory = own_format.folder(job, f"webdataset-{id(self)}")
-        numbers = iter(range(own_format.request_of(job).shards.num_records))
-        for shard, table in enumerate(own_format.request_of(job).shards.tables()):
+        shards = own_format.request_of(job).shards
+        numbers = iter(range(shards.num_records))
+        for shard in range(len(shards.paths)):
             path = str(self._directory / f"records-{shard:05d}.tar")
             with library.TarWriter(path, encoder=False) as tar:
-                for row in table:
+                for row in shards.records(shard):
                     tar.write({"__key__": f"{next(numbers):012d}", "bin": row.tobytes()})
         self._files = own_format.files_in(self._directory)
 
@@ -44,7 +46,7 @@ class WebDataset(own_format.Converted, Workers):
             library.WebDataset(self._files, shardshuffle=len(self._files), seed=request.seed, empty_check=False)
             .shuffle(held, initial=held)
             .map(_record)
-            .batched(request.batch_size, collation_fn=_stack)
+            .batched(request.batch_size, collation_fn=_stack if request.shards.sizes is None else ragged.collate)
         )
         self._loader = library.WebLoader(
             dataset,

@@ -11,6 +11,8 @@ from bench.loaders.base import Job, Loader
 if TYPE_CHECKING:
     import torch
 
+    from bench.ragged import Ragged
+
 
 @dataclass
 class Workers(Loader):
@@ -23,7 +25,7 @@ class Workers(Loader):
     pin_memory: bool = True
     prefetch_factor: int = 2
 
-    verbs: ClassVar[frozenset[str]] = frozenset({"epoch"})
+    verbs: ClassVar[frozenset[str]] = frozenset({"epoch", "mlperf"})
 
     _loader: Any = field(default=None, init=False, repr=False)
     _job: Job | None = field(default=None, init=False, repr=False)
@@ -38,12 +40,12 @@ class Workers(Loader):
             "prefetch_factor": self.prefetch_factor if count else None,
         }
 
-    def batches(self) -> Iterable[torch.Tensor]:
+    def batches(self) -> Iterable[torch.Tensor | Ragged]:
         """One epoch, in host memory."""
-        batches: Iterable[torch.Tensor] = self._loader
+        batches: Iterable[torch.Tensor | Ragged] = self._loader
         return batches
 
-    def epochs(self, count: int) -> Iterator[torch.Tensor]:
+    def epochs(self, count: int) -> Iterator[torch.Tensor | Ragged]:
         assert self._job is not None
         for _ in range(count):
             for batch in self.batches():

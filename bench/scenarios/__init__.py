@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.config import EpochConfig, LayersConfig, PipelineConfig, ScenarioConfig, TrainingConfig
 from bench.config_checkpoint import CheckpointConfig
+from bench.config_mlperf import MlperfConfig
 from bench.files import BenchFiles, Plan
 from bench.scenarios.base import Workload
 
@@ -22,6 +23,10 @@ def plan(scenario: ScenarioConfig, chosen: Plan, *, cold: bool) -> Plan:
         from bench.scenarios import checkpoint
 
         return checkpoint.plan(scenario, chosen, cold=cold)
+    if isinstance(scenario, MlperfConfig):
+        from bench.scenarios import mlperf
+
+        return mlperf.plan(scenario, chosen)
     return chosen
 
 
@@ -43,6 +48,10 @@ def build(scenario: ScenarioConfig, files: BenchFiles, device: str) -> Workload:
         from bench.scenarios.checkpoint import Checkpoint
 
         return Checkpoint(files, device, scenario)
+    if isinstance(scenario, MlperfConfig):
+        from bench.scenarios.mlperf import Mlperf
+
+        return Mlperf(files, device, scenario)
     if scenario.verb == "gather":
         from bench.scenarios.gather import Gather
 

@@ -25,14 +25,16 @@ def composed(*overrides: str) -> Iterator[dict[str, Any]]:
 
 
 def test_the_groups_are_the_ones_that_the_bench_has() -> None:
-    assert config.groups() == ["cache", "experiment", "loader", "scenario", "storage"]
+    assert config.groups() == ["cache", "experiment", "loader", "scenario", "storage", "workload"]
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY)
 def test_every_config_composes_and_its_loaders_can_be_built(group: str, name: str) -> None:
-    choice = f"{group}=[{name}]" if group == "loader" else f"{group}={name}"
+    choice = f"{group}=[{name}]" if group in ("loader", "workload") else f"{group}={name}"
+    # A workload is mlperf's, and that needs one.
+    needed = {"workload": ["scenario=mlperf"], "scenario": ["workload=[unet3d]"] if name == "mlperf" else []}
     config.check_overrides([choice])
-    with composed(choice) as plain:
+    with composed(choice, *needed.get(group, [])) as plain:
         settings = config.build(plain)
     for row, options in settings.loaders.items():
         assert settings.scenario.verb in config.VERBS

@@ -142,7 +142,7 @@ def test_shards_hold_numbered_records_known_byte_for_byte(tmp_path: Path, size: 
     assert torch.equal(found, mapped)
     assert record_shards.numbers_of(found).tolist() == list(range(41))
     for number in (0, 1, 40):
-        place = (np.arange(8, size) + number * record_shards._STEP) % len(POOL)
+        place = (np.arange(8, size) + number * record_shards.STEP) % len(POOL)
         assert np.array_equal(found[number, 8:].numpy(), POOL[place])
     contents = record_shards.RecordContents(POOL, size, "cpu")
     order = torch.randperm(41)
