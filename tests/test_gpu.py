@@ -50,7 +50,7 @@ def check(loaded: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> N
         assert torch.equal(loaded[name].cpu(), tensor), name
 
 
-@pytest.mark.parametrize("knobs", [{}, {"direct_io": True}, {"backend": "mapped", "host_cache_bytes": "1GB"}])
+@pytest.mark.parametrize("knobs", [{}, {"direct_io": True}, {"backend": "mapped", "host_cache_bytes": 10**9}])
 def test_tensors_that_touch_in_different_allocations(tmp_path: Path, knobs: dict[str, object]) -> None:
     # torch gives tensors of these sizes the ends and beginnings of blocks of 2, 16 and 20 MiB, which lie end to end in
     # the device's addresses; so do the tensors in the file, in the same order.
