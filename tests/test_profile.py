@@ -30,6 +30,7 @@ KNOBS: dict[str, tuple[Any, str, Any, Any]] = {
     "chunk_size": (128 * KIB, "256KiB", 256 * KIB, 512 * KIB),
     "io_depth": (7, "8", 8, 9),
     "num_threads": (3, "4", 4, 5),
+    "direct_threads": (2, "6", 6, 7),
     "staging_bytes": (48 << 20, "64MiB", 64 << 20, 80 << 20),
 }
 
@@ -139,6 +140,19 @@ def test_batches_and_verification_go_by_it(tmp_path: Path):
         assert "x3" in loader.route
     pack_checkpoint(tmp_path / "source", tmp_path / "packed")
     assert "x3" in verify_checkpoint(tmp_path / "packed", device="cpu").route
+
+
+def test_threads_of_the_direct_lane_are_its_own():
+    from gdsstream.engine.lanes import make_lanes
+
+    def threads(**knobs: Any) -> list[str]:
+        _, names = make_lanes(StreamConfig(**knobs), [None] * 3)
+        return [name.split(" x")[1].split(" ")[0] for name in names[:2]]
+
+    built_in = threads()
+    assert threads(direct_threads=7) == [built_in[0], "7"], "what a disk likes leaves files that are cached alone"
+    assert threads(num_threads=3) == ["3", "3"]
+    assert threads(num_threads=3, direct_threads=5) == ["3", "5"]
 
 
 def test_layers_stream_with_it(make_checkpoint: Callable[..., Path]):

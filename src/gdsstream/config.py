@@ -54,6 +54,8 @@ class StreamConfig:
             "cufile", whose task size it is.
         io_depth: reads that each io_uring thread keeps under way, within 16 MiB. Default 256.
         num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 12.
+        direct_threads: reader threads of the O_DIRECT path. Default: num_threads where that is given, else 4 of io_uring,
+            or 32 where it is forbidden.
         staging_bytes: the most pinned memory that the staging ring may grow to. Default 96 MiB.
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
         numa: whether threads and staging memory go to the GPU's NUMA node. Default True.
@@ -69,6 +71,7 @@ class StreamConfig:
     chunk_size: int | None = None
     io_depth: int | None = None
     num_threads: int | None = None
+    direct_threads: int | None = None
     staging_bytes: int = 96 * 2**20
     host_cache_bytes: int = 0
     numa: bool = True
@@ -96,8 +99,9 @@ class StreamConfig:
         _whole("host_cache_bytes", self.host_cache_bytes, 0, 2**50)
         if self.io_depth is not None:
             _whole("io_depth", self.io_depth, 1, 4096)
-        if self.num_threads is not None:
-            _whole("num_threads", self.num_threads, 1, 1024)
+        for name in ("num_threads", "direct_threads"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1, 1024)
         if self.direct_io not in (None, True, False):
             raise ConfigError(f"direct_io is {self.direct_io!r}; it is True, False or None (decide file by file)")
 
@@ -209,6 +213,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "chunk_size": parse_bytes,
     "io_depth": int,
     "num_threads": int,
+    "direct_threads": int,
     "staging_bytes": parse_bytes,
     "host_cache_bytes": parse_bytes,
     "numa": parse_flag,

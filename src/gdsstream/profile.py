@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 AnyPath: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 #: The knobs that a profile may set.
-TUNED = ("backend", "reader", "direct_io", "chunk_size", "io_depth", "num_threads", "staging_bytes")
+TUNED = ("backend", "reader", "direct_io", "chunk_size", "io_depth", "num_threads", "direct_threads", "staging_bytes")
 _VERSION = 1
 
 

@@ -49,16 +49,16 @@ def space(place: Place) -> list[Family]:
 
 
 def _direct(place: Place) -> Family:
-    """Past the page cache. Reads there have 512 KiB at most, so that larger chunks change nothing but the slots."""
+    """Past the page cache. Only what leaves other reads alone: a profile also counts where files are cached, and few
+    threads, small chunks or a small ring would cost more there than they bring here."""
     # None decides file by file, so that what is cached is still read from memory.
     fixed: dict[str, Any] = {"backend": "staged", **({} if place.prefers_direct else {"direct_io": True})}
-    chunks = (128 * _KIB, 256 * _KIB, 512 * _KIB, 2 * MIB)
     if place.io_uring:
-        ranges: dict[str, Any] = {"num_threads": (1, 2, 4, 8), "io_depth": (32, 64, 128, 256, 512)}
+        ranges: dict[str, Any] = {"direct_threads": (1, 2, 4, 8), "io_depth": (32, 64, 128, 256, 512)}
     else:
         fixed["reader"] = "pread"
-        ranges = {"num_threads": (8, 16, 32, 64)}
-    return Family("O_DIRECT", fixed, {**ranges, "chunk_size": chunks, "staging_bytes": _STAGING})
+        ranges = {"direct_threads": (8, 16, 32, 64)}
+    return Family("O_DIRECT", fixed, {**ranges, "staging_bytes": tuple(n * MIB for n in (96, 192, 384))})
 
 
 def _cached(place: Place) -> Family:

@@ -79,7 +79,7 @@ def test_settings_that_are_better_are_kept_and_used(
     gdsstream.release_engines()
     gdsstream.load_file(file)
     ((_, config),) = load._engines
-    assert config.num_threads == profile["knobs"]["num_threads"]
+    assert {knob: getattr(config, knob) for knob in profile["knobs"]} == profile["knobs"]
     gdsstream.release_engines()
     assert "The tuned settings are faster: the median of 11 pairs is 2.00 x" in run("tune", file).stdout.replace(
         "\n", " "
@@ -199,7 +199,9 @@ def test_what_people_see(
     def rate(knobs: dict[str, Any]) -> float:
         if knobs.get("backend") == "cufile":
             raise ReadError("no cuFile in this test")
-        base = {None: 20.0, 1: 10.0, 2: 18.0, 4: 24.0, 8: 22.0}.get(knobs.get("num_threads"), 15.0)
+        base = {None: 20.0, 1: 10.0, 2: 18.0, 4: 24.0, 8: 22.0}.get(
+            knobs.get("direct_threads", knobs.get("num_threads")), 15.0
+        )
         return base - 5 * ("direct_io" in knobs) + 0.001 * knobs.get("io_depth", 0)
 
     monkeypatch.setattr(tune_path.Tuner, "__init__", init)

@@ -178,7 +178,7 @@ def _knobs(knobs: Knobs, task: Task) -> list[str]:
     return [
         str(values["backend"]),
         {None: "auto", True: "yes", False: "no"}[values["direct_io"]],
-        _or_auto(values["num_threads"]),
+        _or_auto(values["direct_threads"] or values["num_threads"]),
         "-" if values["reader"] == "pread" else _or_auto(values["io_depth"]),
         _binary(values["chunk_size"]),
         _binary(values["staging_bytes"]),

@@ -40,8 +40,8 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
         say_once(log, f"reads with O_DIRECT use threads instead of io_uring: {reason}")
     buffered = "io_uring" if config.reader == "io_uring" else "pread"
     direct = "pread" if reason else "io_uring"
-    uring_threads = config.num_threads or min(cores, _URING_THREADS)
-    direct_threads = (config.num_threads or _DIRECT_PREAD_THREADS) if direct == "pread" else uring_threads
+    asked = config.direct_threads or config.num_threads
+    direct_threads = asked or (_DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _URING_THREADS))
     lanes = [
         _native.Lane(
             buffered,
