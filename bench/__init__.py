@@ -5,18 +5,24 @@ once, in rotating order, so that drift of the machine hits all alike; a loader's
 the ratios within the rounds. Every file states its own rules in its docstring:
 
     run.py           the Hydra application
-    config.py        the configuration, checked, with the nearest valid name in each error
+    config.py        the configuration, checked, with the nearest valid name in each error; config_base.py has what all
+                     scenarios share, config_transfer.py those of transfers
     files.py         the test checkpoint: written, known byte for byte, removed
     record_shards.py the test dataset: shards of numbered records, known byte for byte
     measure.py       rounds, timed regions, failures as rows
-    ceilings.py      what the hardware gives without any loader
+    ceilings.py      what the hardware gives without any loader; ceilings_transfer.py: for transfers
+    aio.py           kernel AIO: for ceilings, and as a route
+    transfer_ops.py  which ios a sample of transfers makes (pure); transfer_memory.py: where they land, byte for byte
+    gdsio_jobs.py    job files of gdsio (pure); gdsio_run.py makes runs of them, gdsio_line.py prints results like it
+    cufile_files.py  files and memory registered with cuFile, through cuda.bindings
     cache.py         warm and cold page cache, verified with mincore
     stats.py         median, MAD, IQR, bootstrap of paired ratios (pure)
     environment.py   what the numbers were taken on
     record.py        the JSON line of one loader, and its validator; record_schema.json is its JSON schema
     results.py       records read back, and which of them belong into one table
     report.py        the tables in the terminal, in the form of table.py; report_layers.py has those of streamed layers,
-                     report_epoch.py those of data loaders, peers.py the ratio to the best other library
+                     report_epoch.py those of data loaders, report_transfer.py those of transfers, peers.py the ratio to
+                     the best other library
     report_md.py     `python -m bench.report`: the same tables and plots/ in a report.md; sweeps.py finds what was swept
     compare.py       `python -m bench.compare`: is one run faster than another; compare_output.py prints it
     moe.py model.py  what the layer scenarios compute: a layer without allocation, and a model to train

@@ -1,4 +1,5 @@
-"""Kernel AIO through its bare system calls: many O_DIRECT reads in flight from one thread, for the cold ceiling.
+"""Kernel AIO through its bare system calls: many O_DIRECT ios in flight from one thread, for ceilings and as a route
+of its own.
 
 Older than io_uring, without its rings, and enabled on machines where io_uring is not. Only files opened with O_DIRECT
 are asynchronous with it, which is all that is needed here.
@@ -11,13 +12,13 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from bench.config import BenchError
 from bench.loaders.base import GatherRequest
 
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
-_PREAD = 0
+_PREAD, _PWRITE = 0, 1
 
 
 class _Iocb(ctypes.Structure):
@@ -46,54 +47,71 @@ class _Event(ctypes.Structure):
     )
 
 
-class Aio:
-    """The reads of one request. Raises BenchError where the system has no kernel AIO."""
+class Queue:
+    """Room for `depth` ios in flight. Raises BenchError where the system has no kernel AIO, or refuses an io."""
 
-    def __init__(self, paths: Sequence[str], request: GatherRequest) -> None:
+    def __init__(self, depth: int) -> None:
         if platform.machine() not in _CALLS:
             raise BenchError(f"no kernel AIO call numbers are known for {platform.machine()}")
         self._setup, self._destroy, self._getevents, self._submit = _CALLS[platform.machine()]
-        self._paths, self._request = list(paths), request
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.syscall.restype = ctypes.c_long
+        self._depth = depth
+        self._context = ctypes.c_ulong(0)
+        self._call(self._setup, depth, ctypes.byref(self._context))
+        self._blocks, self._events = (_Iocb * depth)(), (_Event * depth)()
 
-    def rate(self, depth: int, records: int) -> float:
-        """GB/s over the first `records` records with `depth` reads in flight."""
-        length = self._request.length
-        memory = mmap.mmap(-1, depth * length)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        context = ctypes.c_ulong(0)
-        self._call(self._setup, depth, ctypes.byref(context))
-        descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT) for path in self._paths]
-        try:
-            files = [descriptors[i] for i in self._request.file_index[:records].tolist()]
-            offsets = self._request.offsets[:records].tolist()
-            blocks = (_Iocb * depth)()
-            for i, block in enumerate(blocks):
-                block.data, block.opcode, block.buffer, block.nbytes = i, _PREAD, address + i * length, length
-            events, free = (_Event * depth)(), list(range(depth))
-            submitted = finished = 0
-            start = time.perf_counter()
-            while finished < records:
-                batch = free[: records - submitted]
-                pointers = (ctypes.c_void_p * max(len(batch), 1))()
-                for place, i in enumerate(batch):
-                    blocks[i].descriptor, blocks[i].offset = files[submitted + place], offsets[submitted + place]
-                    pointers[place] = ctypes.addressof(blocks[i])
-                if batch:
-                    taken = self._call(self._submit, context, len(batch), pointers)
-                    free, submitted = free[taken:], submitted + taken
-                count = self._call(self._getevents, context, 1, depth, events, None)
-                for event in events[:count]:
-                    if event.result != length:
-                        raise BenchError(f"an O_DIRECT read of {length} bytes returned {event.result}")
-                    free.append(int(event.data))
-                finished += count
-            return records * length / (time.perf_counter() - start) / 1e9
-        finally:
-            self._libc.syscall(ctypes.c_long(self._destroy), context)
-            for descriptor in descriptors:
-                os.close(descriptor)
+    def close(self) -> None:
+        """Give it back; waits for what is in flight."""
+        self._libc.syscall(ctypes.c_long(self._destroy), self._context)
+
+    def move(
+        self,
+        numbers: Iterator[int],
+        io: Callable[[int, int], tuple[int, int, int, int]],
+        done: Callable[[int, float], None] | None = None,
+        *,
+        write: bool = False,
+    ) -> None:
+        """Make the ios of these numbers. `io(number, slot)` gives descriptor, offset, bytes and address; `done` is
+        told the seconds from before an io was submitted until it was found complete, together with others."""
+        blocks, free = self._blocks, list(range(self._depth))
+        held = [0] * self._depth
+        began = [0.0] * self._depth
+        opcode, flying = _PWRITE if write else _PREAD, 0
+        while True:
+            batch = list(zip(free, numbers, strict=False)) if free else []
+            if batch:
+                now = time.perf_counter()
+                pointers = (ctypes.c_void_p * len(batch))()
+                for place, (slot, number) in enumerate(batch):
+                    block = blocks[slot]
+                    block.data, block.opcode = slot, opcode
+                    block.descriptor, block.offset, block.nbytes, block.buffer = io(number, slot)
+                    held[slot], began[slot] = number, now
+                    pointers[place] = ctypes.addressof(block)
+                self._submit_all(pointers, len(batch))
+                free, flying = free[len(batch) :], flying + len(batch)
+            if not flying:
+                return
+            count = self._call(self._getevents, self._context, 1, self._depth, self._events, None)
+            now = time.perf_counter()
+            for event in self._events[:count]:
+                slot = int(event.data)
+                if event.result != blocks[slot].nbytes:
+                    said = os.strerror(-event.result) if event.result < 0 else f"returned {event.result}"
+                    raise BenchError(f"an O_DIRECT io of {blocks[slot].nbytes} bytes by kernel AIO: {said}")
+                if done is not None:
+                    done(held[slot], now - began[slot])
+                free.append(slot)
+            flying -= count
+
+    def _submit_all(self, pointers: ctypes.Array[ctypes.c_void_p], count: int) -> None:
+        """The kernel may take a part at a time."""
+        taken = 0
+        while taken < count:
+            rest = ctypes.byref(pointers, taken * ctypes.sizeof(ctypes.c_void_p))
+            taken += self._call(self._submit, self._context, count - taken, rest)
 
     def _call(self, number: int, *arguments: object) -> int:
         plain = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
@@ -102,3 +120,33 @@ class Aio:
             code = ctypes.get_errno()
             raise BenchError(f"kernel AIO failed: {os.strerror(code)}")
         return result
+
+
+class Aio:
+    """The records of one request, read or, with what memory holds, written."""
+
+    def __init__(self, paths: Sequence[str], request: GatherRequest, *, write: bool = False) -> None:
+        self._paths, self._request, self._write = list(paths), request, write
+
+    def rate(self, depth: int, records: int) -> float:
+        """GB/s over the first `records` records with `depth` of them in flight. Raises BenchError."""
+        length = self._request.length
+        memory = mmap.mmap(-1, depth * length)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        queue = Queue(depth)
+        flags = (os.O_RDWR if self._write else os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECT
+        descriptors = [os.open(path, flags) for path in self._paths]
+        try:
+            files = [descriptors[i] for i in self._request.file_index[:records].tolist()]
+            offsets = self._request.offsets[:records].tolist()
+
+            def io(number: int, slot: int) -> tuple[int, int, int, int]:
+                return files[number], offsets[number], length, address + slot * length
+
+            start = time.perf_counter()
+            queue.move(iter(range(records)), io, write=self._write)
+            return records * length / (time.perf_counter() - start) / 1e9
+        finally:
+            queue.close()
+            for descriptor in descriptors:
+                os.close(descriptor)

@@ -9,6 +9,7 @@
 | cold, gather            | O_DIRECT reads of one record, kernel AIO, the best of a sweep over queue depths      |
 | pipeline, train         | the same as for read, or the compute alone, whichever is slower                      |
 | write                   | O_DIRECT writes with fsync, the best of a sweep (ceilings_write.py)                  |
+| transfer                | see ceilings_transfer.py                                                            |
 | epoch, mlperf           | as for gather below 1 MiB a record, for read above; and as pipeline with compute     |
 
 The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
@@ -174,10 +175,10 @@ class MappedGather(Ceiling):
 
     kind = "index_select_mapped"
 
-    def __init__(self, paths: Sequence[str], request: GatherRequest) -> None:
+    def __init__(self, paths: Sequence[str], request: GatherRequest, *, consumer: bool = True) -> None:
         import torch
 
-        self._request = request
+        self._request, self._consumer = request, consumer
         self._tables: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
@@ -195,26 +196,29 @@ class MappedGather(Ceiling):
         start = time.perf_counter()
         for table, rows, target in zip(self._tables, self._rows, self._targets, strict=True):
             torch.index_select(table, 0, rows, out=target)
-        consume(self._targets)
+        if self._consumer:
+            consume(self._targets)
         return self._request.total_bytes / (time.perf_counter() - start) / 1e9
 
     def describe(self) -> str:
-        return f"{len(self._request.offsets)} records of {self._request.length} B, consumed"
+        return (
+            f"{len(self._request.offsets)} records of {self._request.length} B{', consumed' if self._consumer else ''}"
+        )
 
     def close(self) -> None:
         self._tables, self._rows, self._targets = [], [], []
 
 
 class DirectRecords(Ceiling):
-    """Single records with O_DIRECT through kernel AIO, which keeps a deep queue without a thread a read."""
+    """Single records with O_DIRECT through kernel AIO, which keeps a deep queue without a thread a read. With `write`
+    they are written, from memory of zeros."""
 
-    kind = "disk_o_direct_records"
-
-    def __init__(self, paths: Sequence[str], request: GatherRequest) -> None:
+    def __init__(self, paths: Sequence[str], request: GatherRequest, *, write: bool = False) -> None:
         from bench.aio import Aio
 
+        self.kind = "disk_o_direct_record_writes" if write else "disk_o_direct_records"
         self._paths, self._request = list(paths), request
-        self._aio: Callable[[int, int], float] = Aio(paths, request).rate
+        self._aio: Callable[[int, int], float] = Aio(paths, request, write=write).rate
         trial = min(8192, len(request.offsets))
         self._depth = max((32, 128, 512), key=lambda depth: self._aio(depth, trial))
 
@@ -299,6 +303,10 @@ def _choose(workload: Workload, *, cold: bool) -> Ceiling:
         return DirectWrite(job.saves_to, workload.sample_bytes)
     if cold and request and (why := cache.refuses_direct(job.paths[0])) is not None:
         return BufferedRecords(job.paths, request, why)
+    if job.transfer is not None:
+        from bench import ceilings_transfer
+
+        return ceilings_transfer.choose(workload, cold=cold)
     if cold:
         return DirectRecords(job.paths, request) if request else ParallelRead(job.paths, direct=True, consumer=False)
     if job.cuda:

@@ -8,8 +8,6 @@ configuration is checked again as a whole (`build`), which also covers the YAML 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,49 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.config_base import VERBS as VERBS
+from bench.config_base import BenchConfigError as BenchConfigError
+from bench.config_base import BenchError as BenchError
+from bench.config_base import ScenarioConfig as ScenarioConfig
+from bench.config_base import StorageConfig as StorageConfig
+from bench.config_base import at_least, one_of, whole_numbers
+from bench.config_base import nearest as nearest
+from bench.config_checkpoint import CheckpointConfig as CheckpointConfig
+from bench.config_mlperf import MlperfConfig as MlperfConfig
+from bench.config_transfer import TransferConfig as TransferConfig
+
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-VERBS = ("read", "gather", "pipeline", "train", "epoch", "mlperf", "write")
 CACHE_STATES = ("warm", "cold")
 DEVICES = ("auto", "cpu", "cuda")
-
-
-class BenchError(Exception):
-    """The run cannot be made as asked; the message says why and what to do."""
-
-
-class BenchConfigError(BenchError):
-    """A key or value of the configuration is not valid."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScenarioConfig:
-    """Parameters of one verb. Sizes are bytes, times seconds."""
-
-    name: str
-    verb: str
-    rounds: int = 7
-    #: From the first start-up on; no new round starts after it, but at least three are made.
-    max_seconds: float = 60.0
-    #: Give torch's cached device memory back before each sample, so that every sample pays for its allocation, as a
-    #: process's first load does.
-    fresh_memory: bool = False
-    records: int = 65536
-    record_bytes: int = 4096
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _one_of("scenario.verb", self.verb, VERBS)
-        _at_least("scenario.rounds", self.rounds, 1)
-        _at_least("scenario.records", self.records, 1)
-        _at_least("scenario.record_bytes", self.record_bytes, 512)
-
-    def parts(self) -> list[ScenarioConfig]:
-        """What a run measures one after the other."""
-        return [self]
-
-    def check_storage(self, storage: StorageConfig) -> None:
-        """Raise BenchConfigError where the scenario decides what `storage` says."""
-        del storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +42,11 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "shared", "expert"):
-            _at_least(f"scenario.moe.{name}", getattr(self, name), 16)
+            at_least(f"scenario.moe.{name}", getattr(self, name), 16)
             # Keeps every matrix aligned to what matrix kernels load at once, wherever it begins.
             if getattr(self, name) % 16:
                 raise BenchConfigError(f"'scenario.moe.{name}' is {getattr(self, name)}; it has to be a multiple of 16")
-        _at_least("scenario.moe.active", self.active, 1)
+        at_least("scenario.moe.active", self.active, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +60,8 @@ class LayersConfig(ScenarioConfig):
 
     def __post_init__(self) -> None:
         ScenarioConfig.__post_init__(self)
-        _whole_numbers("scenario.tokens", self.tokens, 1)
-        _at_least("scenario.num_slots", self.num_slots, 1)
+        whole_numbers("scenario.tokens", self.tokens, 1)
+        at_least("scenario.num_slots", self.num_slots, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +79,8 @@ class PipelineConfig(LayersConfig):
 
     def __post_init__(self) -> None:
         LayersConfig.__post_init__(self)
-        _at_least("scenario.short", self.short, 1)
-        _at_least("scenario.long", self.long, self.short + 1)
+        at_least("scenario.short", self.short, 1)
+        at_least("scenario.long", self.long, self.short + 1)
         if self.sample_seconds <= 0:
             raise BenchConfigError(f"'scenario.sample_seconds' is {self.sample_seconds}; it has to be positive")
 
@@ -131,7 +100,7 @@ class TrainingConfig(LayersConfig):
     def __post_init__(self) -> None:
         LayersConfig.__post_init__(self)
         for name in ("layers", "steps", "rank"):
-            _at_least(f"scenario.{name}", getattr(self, name), 1)
+            at_least(f"scenario.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +121,11 @@ class EpochConfig(ScenarioConfig):
 
     def __post_init__(self) -> None:
         ScenarioConfig.__post_init__(self)
-        _whole_numbers("scenario.sizes", self.sizes, 512)
-        _at_least("scenario.batch_bytes", self.batch_bytes, 1)
+        whole_numbers("scenario.sizes", self.sizes, 512)
+        at_least("scenario.batch_bytes", self.batch_bytes, 1)
         if self.sample_bytes is not None:
-            _at_least("scenario.sample_bytes", self.sample_bytes, 1)
-        _at_least("scenario.compute_ms", self.compute_ms, 0)
+            at_least("scenario.sample_bytes", self.sample_bytes, 1)
+        at_least("scenario.compute_ms", self.compute_ms, 0)
         if self.sample_seconds <= 0:
             raise BenchConfigError(f"'scenario.sample_seconds' is {self.sample_seconds}; it has to be positive")
 
@@ -166,47 +135,20 @@ _SCENARIOS: dict[str, type[ScenarioConfig]] = {
     "pipeline": PipelineConfig,
     "train": TrainingConfig,
     "epoch": EpochConfig,
+    "mlperf": MlperfConfig,
+    "transfer": TransferConfig,
+    "write": CheckpointConfig,
 }
-#: verb -> module and class, where these are not in this one, which they import
-_ELSEWHERE = {
-    "mlperf": ("bench.config_mlperf", "MlperfConfig"),
-    "write": ("bench.config_checkpoint", "CheckpointConfig"),
-}
-
-
-def _scenarios() -> dict[str, type[ScenarioConfig]]:
-    found = {verb: getattr(importlib.import_module(module), name) for verb, (module, name) in _ELSEWHERE.items()}
-    return {**_SCENARIOS, **found}
 
 
 def parts(scenario: ScenarioConfig) -> list[ScenarioConfig]:
-    """What a run measures one after the other: the scenario with each number of tokens, size of a record or workload,
-    or the scenario itself."""
+    """What a run measures one after the other: the scenario with each number of tokens, size of a record, workload or
+    kind of transfer, or the scenario itself."""
     if isinstance(scenario, LayersConfig):
         return [dataclasses.replace(scenario, tokens=[count]) for count in scenario.tokens]
     if isinstance(scenario, EpochConfig):
         return [dataclasses.replace(scenario, sizes=[size]) for size in scenario.sizes]
-    return scenario.parts()
-
-
-@dataclass(frozen=True, slots=True)
-class StorageConfig:
-    """Where the test files go and how large they are; None lets the machine decide (files.choose)."""
-
-    dir: str | None = None
-    files: int | None = None
-    file_bytes: int | None = None
-    #: Equal tensors in each file; None: the tensors of a mixture-of-experts layer.
-    tensors: int | None = None
-    keep_files: bool = False
-
-    def __post_init__(self) -> None:
-        if self.files is not None:
-            _at_least("storage.files", self.files, 1)
-        if self.file_bytes is not None:
-            _at_least("storage.file_bytes", self.file_bytes, 1 << 20)
-        if self.tensors is not None:
-            _at_least("storage.tensors", self.tensors, 1)
+    return list(scenario.parts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +158,7 @@ class CacheConfig:
     state: str = "warm"
 
     def __post_init__(self) -> None:
-        _one_of("cache.state", self.state, CACHE_STATES)
+        one_of("cache.state", self.state, CACHE_STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,15 +175,8 @@ class BenchConfig:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("device", self.device, DEVICES)
+        one_of("device", self.device, DEVICES)
         self.scenario.check_storage(self.storage)
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` where something is near, else the list of what is valid."""
-    names = sorted(valid)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names) or 'nothing'}"
 
 
 def build(config: Mapping[str, Any]) -> BenchConfig:
@@ -307,7 +242,7 @@ def _check_key(key: str, config_dir: Path) -> None:
         return
     valid = top
     # Which verb the scenario has is not known yet, so that a key of any of them passes here.
-    found = list({ScenarioConfig, *_scenarios().values()}) if head == "scenario" else top[head]
+    found = list({ScenarioConfig, *_SCENARIOS.values()}) if head == "scenario" else top[head]
     for name in rest.split(".") if rest else ():
         named = [typing.get_args(hint)[1] for hint in found if typing.get_origin(hint) is dict]
         valid = dict.fromkeys(options("workload", config_dir), named) if named else _hints(found)
@@ -344,7 +279,7 @@ def _check(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise BenchConfigError(f"'{where}' is {value!r}; it has to be a mapping")
         if hint is ScenarioConfig:
-            hint = _scenarios().get(str(value.get("verb")), ScenarioConfig)
+            hint = _SCENARIOS.get(str(value.get("verb")), ScenarioConfig)
         return from_mapping(typing.cast("type[Any]", hint), value, where)
     if typing.get_origin(hint) is dict and dataclasses.is_dataclass(of := typing.get_args(hint)[1]):
         if not isinstance(value, Mapping):
@@ -367,22 +302,3 @@ def _check(value: Any, hint: Any, where: str) -> Any:
 
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
-
-
-def _one_of(where: str, value: str, valid: Sequence[str]) -> None:
-    if value not in valid:
-        raise BenchConfigError(f"'{where}' is {value!r}; {nearest(value, valid)}")
-
-
-def _at_least(where: str, value: float, least: float) -> None:
-    if value < least:
-        raise BenchConfigError(f"'{where}' is {value}; it has to be at least {least}")
-
-
-def _whole_numbers(where: str, values: Sequence[object], least: int) -> None:
-    if not values:
-        raise BenchConfigError(f"'{where}' is empty; name a number, such as {where}=[8192]")
-    for value in values:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise BenchConfigError(f"'{where}' holds {value!r}; it has to be a list of whole numbers")
-        _at_least(where, value, least)

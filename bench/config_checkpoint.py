@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from bench.config import BenchConfigError, ScenarioConfig, StorageConfig, _at_least, _one_of
+from bench.config_base import BenchConfigError, ScenarioConfig, StorageConfig, at_least, one_of
 
 MODELS = ("8b", "70b")
 #: The largest divisor of the widths: all of them are multiples of it.
@@ -33,9 +33,9 @@ class CheckpointConfig(ScenarioConfig):
         if not self.models:
             raise BenchConfigError("'scenario.models' is empty; name a model, such as scenario.models=[8b]")
         for model in self.models:
-            _one_of("scenario.models", str(model), MODELS)
-        _at_least("scenario.checkpoint_bytes", self.checkpoint_bytes, 1)
-        _at_least("scenario.shards", self.shards, 1)
+            one_of("scenario.models", str(model), MODELS)
+        at_least("scenario.checkpoint_bytes", self.checkpoint_bytes, 1)
+        at_least("scenario.shards", self.shards, 1)
         if self.shrink not in [1 << power for power in range(MOST_SHRINK.bit_length())]:
             raise BenchConfigError(
                 f"'scenario.shrink' is {self.shrink}; it has to be a power of two of at most {MOST_SHRINK}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from bench.config import BenchConfigError, ScenarioConfig, _at_least, nearest
+from bench.config_base import BenchConfigError, ScenarioConfig, at_least, nearest
 
 #: As they are chosen where none is named: the first one that a workload has.
 ACCELERATORS = ("h100", "b200", "a100")
@@ -46,9 +46,9 @@ class WorkloadConfig:
     def check(self, where: str) -> None:
         """Raise BenchConfigError for a value that cannot be; `where` is the dotted path for messages."""
         # A sample begins with its number, of eight bytes.
-        _at_least(f"{where}.sample_bytes", self.sample_bytes, 16)
-        _at_least(f"{where}.sample_bytes_std", self.sample_bytes_std, 0)
-        _at_least(f"{where}.batch_size", self.batch_size, 1)
+        at_least(f"{where}.sample_bytes", self.sample_bytes, 16)
+        at_least(f"{where}.sample_bytes_std", self.sample_bytes_std, 0)
+        at_least(f"{where}.batch_size", self.batch_size, 1)
         if not 0 < self.target_utilisation <= 1:
             raise BenchConfigError(
                 f"'{where}.target_utilisation' is {self.target_utilisation}; it is a share, such as 0.9"
@@ -88,10 +88,10 @@ class MlperfConfig(ScenarioConfig):
         ScenarioConfig.__post_init__(self)
         if not self.workloads:
             raise BenchConfigError("no workload is chosen; choose with workload=[unet3d,resnet50]")
-        _at_least("scenario.most_samples", self.most_samples, 1)
-        _at_least("scenario.least_steps", self.least_steps, 2)
+        at_least("scenario.most_samples", self.most_samples, 1)
+        at_least("scenario.least_steps", self.least_steps, 2)
         if self.sample_bytes is not None:
-            _at_least("scenario.sample_bytes", self.sample_bytes, 1)
+            at_least("scenario.sample_bytes", self.sample_bytes, 1)
         for name in ("sample_seconds", "compute_scale"):
             if getattr(self, name) <= 0:
                 raise BenchConfigError(f"'scenario.{name}' is {getattr(self, name)}; it has to be positive")

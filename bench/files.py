@@ -300,7 +300,7 @@ def room(directory: Path) -> int:
 
 
 def memory_available() -> int:
-    """Bytes that the system can give without swapping; 0 where it does not say."""
+    """Bytes of host memory that the system can give without swapping; 0 where it does not say."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -72,6 +72,8 @@ class Outcome:
     route: str | None = None
     delivers: str | None = None
     pinned_bytes: int | None = None
+    #: What the loader says of its row, for the record's derived figures.
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -144,6 +146,7 @@ class Runner:
 
     def _describe(self, loader: Loader, outcome: Outcome) -> None:
         outcome.delivers, outcome.pinned_bytes, outcome.route = loader.delivers(), loader.pinned_bytes(), loader.route()
+        outcome.details = loader.details()
 
     def _round(self, number: int) -> None:
         names = self._running()

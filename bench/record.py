@@ -121,7 +121,8 @@ def make(
         record.gb_per_s = stats.summarise(rates)._asdict()
         record.units_per_s = stats.summarise([sample.units / sample.seconds for sample in counted])._asdict()
         record.cpu_s_per_gb = stats.median([sample.cpu_s / (sample.bytes / 1e9) for sample in counted])
-        record.derived = workload.derive(counted)
+        derived = workload.derive(counted)
+        record.derived = {**derived, **outcome.details} if derived is not None else None
         ratios = stats.paired_ratios(rates, [limits[sample.round] for sample in counted])
         record.pct_ceiling = 100 * stats.median(ratios)
         interval = stats.bootstrap_ci95(ratios)
@@ -235,5 +236,5 @@ def _short(figures: Mapping[str, Any], count: int) -> list[str]:
     return [name for name, values in figures.items() if not isinstance(values, list) or len(values) != count]
 
 
-_DERIVING = ("pipeline", "train", "epoch", "mlperf", "write")
+_DERIVING = ("pipeline", "train", "epoch", "mlperf", "transfer", "write")
 _NEEDED_WHEN_OK = ("gb_per_s", "units_per_s", "pct_ceiling", "cpu_s_per_gb", "startup_s", "verified")

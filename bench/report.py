@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from bench import environment, peers, report_checkpoint, report_epoch, report_layers, report_mlperf, stats, table
+from bench import (
+    environment,
+    peers,
+    report_checkpoint,
+    report_epoch,
+    report_layers,
+    report_mlperf,
+    report_transfer,
+    stats,
+    table,
+)
 from bench.record import Record
 from bench.table import Column, Content, Section
 
@@ -20,6 +30,7 @@ _TABLES: dict[str, Callable[[Sequence[Record]], Content]] = {
     "epoch": report_epoch.epochs,
     "write": report_checkpoint.checkpoints,
     "mlperf": report_mlperf.workloads,
+    "transfer": report_transfer.transfers,
 }
 
 
@@ -33,8 +44,9 @@ def show(records: Sequence[Record], out: Console) -> None:
     """Print what was measured, fastest first, and what was not, with the reason."""
     measured = [record for record in records if record.status == "ok"]
     if measured:
-        table.show(content(measured), out)
-        out.print()
+        for found in (content(measured), *more(measured)):
+            table.show(found, out)
+            out.print()
     rest = not_measured(records)
     if rest:
         left = table.make("Not measured")
@@ -61,6 +73,12 @@ def content(measured: Sequence[Record]) -> Content:
     if (network := environment.network_note(measured[0].env)) is not None:
         found = found._replace(notes=[*found.notes, network])
     return found
+
+
+def more(measured: Sequence[Record]) -> list[Content]:
+    """What is shown of the same rows after their table."""
+    found = report_transfer.beside(measured) if measured[0].verb == "transfer" else None
+    return [found] if found is not None else []
 
 
 def not_measured(records: Sequence[Record]) -> list[Record]:

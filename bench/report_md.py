@@ -97,6 +97,8 @@ def _document(
                 *_routes(group.measured),
                 "",
             ]
+            for beside in report.more(group.measured):
+                lines += [f"### {beside.title}", "", *_table(beside), "", *beside.notes, ""]
         lines += _missing(group.rest)
         for picture, caption in drawn:
             lines += _picture(picture, caption)
@@ -113,7 +115,8 @@ def _table(content: Content) -> list[str]:
     for section in content.sections:
         lines += [_row(_plain(column.cell(record)) for column in content.columns) for record in section.records]
         limits = [section.limits.get(title, "") for title in titles]
-        lines.append(_row(f"*{cell}*" if cell else "" for cell in limits))
+        if section.limits:
+            lines.append(_row(f"*{cell}*" if cell else "" for cell in limits))
     return lines
 
 

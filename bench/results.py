@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import record, table
+from bench import config_transfer, record, table
 from bench.config import BenchError
 from bench.measure import NOT_COLD
 from bench.record import Record
@@ -27,7 +27,9 @@ MACHINE = ("gpu", "driver", "kernel", "cpu_model", "cores", "memory_bytes", "tor
 #: Settings that say how a run is made, and not what is measured.
 _HOW = {"output", "storage.dir", "storage.keep_files", "scenario.rounds", "scenario.max_seconds"}
 #: Settings that a run goes through part by part (config.parts), and where those of a part's workload are.
-_PARTS = {"scenario.tokens", "scenario.sizes", "scenario.models", "scenario.compute"}
+_PARTS = {"scenario.tokens", "scenario.sizes", "scenario.models", "scenario.compute"} | {
+    f"scenario.{name}" for name in config_transfer.PARTS
+}
 _WORKLOADS = "scenario.workloads."
 
 
@@ -111,11 +113,28 @@ def part(each: Record) -> str:
     if each.verb == "mlperf":
         names = dict.fromkeys(key.split(".")[2] for key in flat if key.startswith(_WORKLOADS))
         return ", ".join([*names, *([] if flat.get("scenario.compute") else ["without compute"])])
+    if each.verb == "transfer":
+        return _transfer_part(flat)
     if isinstance(tokens, int):
         return f"{tokens} tokens"
     if isinstance(model := flat.get("scenario.models"), str):
         return f"Llama 3 {model}"
     return f"records of {table.block(sizes)}" if isinstance(sizes, int) else ""
+
+
+def _transfer_part(flat: Mapping[str, Any]) -> str:
+    spread = flat.get("scenario.io_range")
+    if any(isinstance(flat[f"scenario.{name}"], list) for name in config_transfer.PARTS):
+        return ""  # a run that could not begin has no parts
+    sizes = spread[:2] if isinstance(spread, list) else [flat["scenario.io_bytes"]]
+    words = [
+        f"{flat['scenario.ops']} of {'-'.join(map(table.block, sizes))}",
+        f"{flat['scenario.threads']} x {flat['scenario.depth']} in flight",
+        f"{table.block(flat['scenario.total_bytes'])} a sample",
+    ]
+    if flat["scenario.shift_bytes"]:
+        words.append(f"shifted by {flat['scenario.shift_bytes']} B")
+    return ", ".join(words if flat["scenario.registered"] else [*words, "unregistered"])
 
 
 def rates(each: Record) -> list[float]:

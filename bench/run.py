@@ -10,6 +10,9 @@
     python -m bench.run experiment=loader_epoch      shuffled batches of records, against other data loaders
     python -m bench.run experiment=checkpoint        checkpoints onto a disk, fsync included, and back
     python -m bench.run experiment=mlperf workload=unet3d     a workload of MLPerf Storage, or all of them
+    python -m bench.run experiment=raw_read          one large read, threads and task sizes against the disk
+    python -m bench.run experiment=random_io         small random reads and writes, ios a second and latencies
+    python -m bench.run experiment=gdsio             gdsio's transfer types, or its job file: scenario.job_file=PATH
     python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
 
 Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says. Exit status: 0 when
@@ -33,8 +36,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench import ceilings, config, environment, files, loaders, record, report, scenarios
-from bench.config import BenchConfig, BenchError
+from bench import (
+    ceilings,
+    config,
+    environment,
+    files,
+    gdsio_line,
+    gdsio_run,
+    loaders,
+    record,
+    report,
+    scenarios,
+)
+from bench.config import BenchConfig, BenchError, TransferConfig
 from bench.loaders.base import Loader
 from bench.measure import Runner
 
@@ -76,7 +90,7 @@ def _measure(
         out.print(f"{path} was left by a run that was killed; remove it", style="yellow", highlight=False)
     out.print(
         f"{plan.files} files of {plan.file_bytes / 1e9:.3f} GB ({plan.total_bytes / 1e9:.2f} GB"
-        f"{', anew for each part' if plan.by_part else ''}) in {plan.directory} "
+        f"{_again(settings, plan)}) in {plan.directory} "
         f"({plan.why}), {'kept' if settings.storage.keep_files else 'removed at the end'}.",
         highlight=False,
     )
@@ -146,6 +160,12 @@ def _measure_part(
     ]
 
 
+def _again(settings: BenchConfig, plan: files.Plan) -> str:
+    if isinstance(settings.scenario, TransferConfig):
+        return ", and as much to write" if settings.scenario.writes else ""
+    return ", anew for each part" if plan.by_part else ""
+
+
 def _row_config(settings: BenchConfig, name: str) -> dict[str, Any]:
     return {**dataclasses.asdict(settings), "loaders": {name: settings.loaders[name]}}
 
@@ -197,11 +217,17 @@ def _app(composed: DictConfig) -> None:
         assert isinstance(plain, dict)
         settings = config.build({str(key): value for key, value in plain.items()})
         output = Path(settings.output or Path(HydraConfig.get().runtime.output_dir) / "results.jsonl")
-        rows = measure(settings, output, out)
+        rows = []
+        for each in gdsio_run.expand(settings, lambda note: out.print(note, style="yellow", highlight=False)):
+            rows += measure(each, output, out)
     except BenchError as error:
         _fail(error, out)
         raise SystemExit(2) from None
     report.show(rows, out)
+    if isinstance(settings.scenario, TransferConfig) and settings.scenario.gdsio_lines:
+        for row in rows:
+            if row.status == "ok":
+                out.print(f"{row.loader}: {gdsio_line.text(gdsio_line.of(row))}", soft_wrap=True, highlight=False)
     out.print(f"records: {output}", style="dim", highlight=False)
 
 

@@ -11,11 +11,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bench import results, table
+from bench import config_transfer, results, table
 from bench.record import Record
 
 #: Numbers that say how a sample is made, and not what it is made of.
-_NO_KNOBS = {"scenario.sample_seconds", "scenario.sample_bytes", "scenario.compute_ms", "scenario.seed"}
+_NO_KNOBS = {
+    "scenario.sample_seconds",
+    "scenario.sample_bytes",
+    "scenario.compute_ms",
+    "scenario.seed",
+    "loader.xfer_type",
+    "loader.gpu_dev_id",
+}
 #: Another layer, number of tokens or workload is other work for these verbs, and no throughput to compare.
 _LAYERS = ("pipeline", "train", "mlperf")
 
@@ -24,6 +31,10 @@ _NAMES = {
     "scenario.sizes": "size of a record",
     "storage.tensors": "tensors in each file",
     "loader.num_workers": "worker processes",
+    "scenario.io_bytes": "size of an io",
+    "scenario.depth": "ios in flight in each thread",
+    "scenario.total_bytes": "bytes of a sample",
+    "scenario.shift_bytes": "shift of the offsets",
 }
 
 
@@ -48,7 +59,7 @@ def find(records: Sequence[Record]) -> list[Sweep]:
     families: dict[tuple[str, ...], list[tuple[Record, dict[str, Any]]]] = {}
     for record in records:
         if record.status == "ok":
-            flat = results.settings(record)
+            flat = _own_over_scenario(results.settings(record), record.verb)
             machine = json.dumps([record.env.get(key) for key in results.MACHINE], default=str)
             kind = str(flat.pop("loader.kind", record.loader))
             family: tuple[str, ...] = (record.scenario, record.verb, record.cache, record.device, machine, kind)
@@ -64,6 +75,14 @@ def find(records: Sequence[Record]) -> list[Sweep]:
                 sweep = found.setdefault((*family[:-1], knob), Sweep(family[0], knob, []))
                 sweep.lines.extend(lines)
     return list(found.values())
+
+
+def _own_over_scenario(flat: dict[str, Any], verb: str) -> dict[str, Any]:
+    """A row of transfers may have settings of its own instead of its part's: what it was measured with is the knob."""
+    if verb != "transfer":
+        return flat
+    own = {name: flat.pop(f"loader.{name}", None) for name in config_transfer.ROW_SETTINGS}
+    return {**flat, **{f"scenario.{name}": value for name, value in own.items() if value is not None}}
 
 
 def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:

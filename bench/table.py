@@ -69,8 +69,9 @@ def show(content: Content, out: Console) -> None:
         for record in section.records:
             table.add_row(*(column.cell(record) for column in columns))
         table.add_section()
-        table.add_row(*(f"[dim]{section.limits.get(column.title, '')}" for column in columns))
-        table.add_section()
+        if section.limits:
+            table.add_row(*(f"[dim]{section.limits.get(column.title, '')}" for column in columns))
+            table.add_section()
     out.print(table)
     for note in content.notes:
         out.print(note, style="dim", markup=False, highlight=False)

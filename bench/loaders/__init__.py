@@ -33,6 +33,14 @@ KINDS = {
     "torch_dcp": ("bench.loaders.torch_dcp", "TorchDcp"),
     "torch_gds": ("bench.loaders.torch_gds", "TorchGds"),
     "pread": ("bench.loaders.pread", "Pread"),
+    "transfer_posix": ("bench.loaders.transfer_posix", "Posix"),
+    "transfer_aio": ("bench.loaders.transfer_aio", "KernelAio"),
+    "transfer_bounce": ("bench.loaders.transfer_bounce", "Bounce"),
+    "transfer_engine": ("bench.loaders.transfer_engine", "EngineReads"),
+    "transfer_kvikio": ("bench.loaders.transfer_kvikio", "KvikioIos"),
+    "transfer_kvikio_stream": ("bench.loaders.transfer_kvikio_stream", "KvikioStreams"),
+    "transfer_cufile_batch": ("bench.loaders.transfer_cufile_batch", "CuFileBatch"),
+    "transfer_cufile_stream": ("bench.loaders.transfer_cufile_stream", "CuFileBatchStream"),
 }
 
 

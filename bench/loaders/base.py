@@ -12,6 +12,9 @@ A sample starts before the call that loads and ends when the caller can use ever
 Layers of a pipeline and of a training step are leased instead: usable on the current stream until the next is asked
 for. Their samples end when the device has done everything that was queued.
 
+Ios of a transfer land in memory that exists before, on the device or, where a route ends there, on the host, and there
+is no pass of a consumer: nothing of them can be lazy, since every byte is in a place of its own.
+
 Batches of an epoch are copied, by the current stream, into memory that is verified later, as a training step would use
 them: the sample ends when the last of these copies has been made. That is the consumer's pass on the CPU.
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from bench.record_shards import RecordShards
+    from bench.transfer_memory import Memory
+    from bench.transfer_ops import Ops
 
 
 class Unavailable(Exception):
@@ -81,6 +86,24 @@ class EpochRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferRequest:
+    """Ios to make: `ops` gives them for a size that a row asks for (None: the scenario's). The other figures are the
+    scenario's, for rows that have none of their own."""
+
+    op: str
+    io_bytes: int
+    threads: int
+    depth: int
+    registered: bool
+    ops: Callable[[int | None], Ops]
+    memory: Memory
+
+    @property
+    def write(self) -> bool:
+        return self.op.endswith("write")
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What every loader of a run gets: the files and where their tensors shall be."""
 
@@ -92,6 +115,7 @@ class Job:
     epoch: EpochRequest | None = None
     #: Where the folders lie that verb `write` saves into.
     saves_to: Path | None = None
+    transfer: TransferRequest | None = None
 
     @property
     def cuda(self) -> bool:
@@ -182,6 +206,10 @@ class Loader(ABC):
         dtypes (safetensors' names), for formats that ask for them."""
         raise NotImplementedError(f"{type(self).__name__} has no verb 'write'")
 
+    def transfer(self, ops: Ops) -> npt.NDArray[np.float64] | None:
+        """Verb `transfer`: make these ios. Returns the seconds of each, or of whatever was timed, or None."""
+        raise NotImplementedError(f"{type(self).__name__} has no verb 'transfer'")
+
     def statistics(self) -> dict[str, float]:
         """Verbs `pipeline` and `train`: what streaming did since its statistics began, by name, once it is done."""
         raise NotImplementedError(f"{type(self).__name__} streams nothing")
@@ -201,6 +229,10 @@ class Loader(ABC):
     def route(self) -> str | None:
         """What really moves the bytes, where the loader can tell."""
         return None
+
+    def details(self) -> dict[str, Any]:
+        """What the row really used, by name, where a scenario derives figures."""
+        return {}
 
     def pinned_bytes(self) -> int | None:
         """Page-locked host bytes held, where known."""

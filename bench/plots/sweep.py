@@ -46,24 +46,43 @@ def draw(sweep: Sweep, path: Path) -> tuple[Path, str]:
 
 
 def _panel(panel: Axes, lines: Sequence[Line], loader: str) -> None:
-    ceilings: dict[float, list[float]] = {}
+    # Where each line has a limit of its own, such as ios of another size, it has the line's colour.
+    apart = _apart(lines)
+    ceilings: dict[int | None, dict[float, list[float]]] = {}
     for number, line in enumerate(lines):
         colour, marker = style.SERIES[number], style.MARKERS[number]
         for at, records in line.points:
-            ceilings.setdefault(at, []).extend(rate for r in records for rate in r.ceiling["samples"])
+            found = ceilings.setdefault(number if apart else None, {}).setdefault(at, [])
+            found.extend(rate for r in records for rate in r.ceiling["samples"])
             dots = [rate for record in records for rate in results.rates(record)]
             panel.plot([at] * len(dots), dots, marker, color=colour, markersize=3, alpha=0.45, linestyle="none")
         said = line.fixed if loader and line.fixed else line.loader
         panel.plot(
             [at for at, _ in line.points], _middle(line), color=colour, marker=marker, markersize=5.5, label=said
         )
-    known = sorted((at, stats.median(rates)) for at, rates in ceilings.items() if rates)
-    panel.plot(*zip(*known, strict=True), color=style.INK, linestyle=(0, (4, 3)), linewidth=1, label="ceiling")
+    for of, limits in ceilings.items():
+        known = sorted((at, stats.median(rates)) for at, rates in limits.items() if rates)
+        colour = style.INK if of is None else style.SERIES[of]
+        label = "ceiling" if of is None else "its ceiling" if of == 0 else None
+        panel.plot(*zip(*known, strict=True), color=colour, linestyle=(0, (4, 3)), linewidth=1, label=label)
     panel.set_ylim(bottom=0)
     panel.grid(axis="y", color=style.GRID, linewidth=0.8)
     panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8.5, labelcolor=style.INK)
     if loader:
         panel.set_title(loader, loc="left", fontsize=9.5, color=style.INK)
+
+
+def _apart(lines: Sequence[Line]) -> bool:
+    """Whether there are transfers that differ in what their limit is of, at one place of the axis."""
+    limits: dict[float, set[tuple[object, ...]]] = {}
+    for line in lines:
+        for at, records in line.points:
+            found = limits.setdefault(at, set())
+            for record in records:
+                if record.verb == "transfer":
+                    scenario = record.config["scenario"]
+                    found.add((*scenario["ops"], *scenario["io_bytes"]))
+    return any(len(kinds) > 1 for kinds in limits.values())
 
 
 def _middle(line: Line) -> list[float]:

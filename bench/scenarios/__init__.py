@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from bench.config import EpochConfig, LayersConfig, PipelineConfig, ScenarioConfig, TrainingConfig
-from bench.config_checkpoint import CheckpointConfig
-from bench.config_mlperf import MlperfConfig
+from bench.config import (
+    CheckpointConfig,
+    EpochConfig,
+    LayersConfig,
+    MlperfConfig,
+    PipelineConfig,
+    ScenarioConfig,
+    TrainingConfig,
+    TransferConfig,
+)
 from bench.files import BenchFiles, Plan
 from bench.scenarios.base import Workload
 
@@ -27,6 +34,10 @@ def plan(scenario: ScenarioConfig, chosen: Plan, *, cold: bool) -> Plan:
         from bench.scenarios import mlperf
 
         return mlperf.plan(scenario, chosen)
+    if isinstance(scenario, TransferConfig):
+        from bench.scenarios import transfer
+
+        return transfer.plan(scenario, chosen)
     return chosen
 
 
@@ -52,6 +63,10 @@ def build(scenario: ScenarioConfig, files: BenchFiles, device: str) -> Workload:
         from bench.scenarios.mlperf import Mlperf
 
         return Mlperf(files, device, scenario)
+    if isinstance(scenario, TransferConfig):
+        from bench.scenarios.transfer import Transfer
+
+        return Transfer(files, device, scenario)
     if scenario.verb == "gather":
         from bench.scenarios.gather import Gather
 

@@ -54,8 +54,8 @@ class StreamConfig:
             "cufile", whose task size it is.
         io_depth: reads that each io_uring thread keeps under way, within 16 MiB. Default 256.
         num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 12.
-        direct_threads: reader threads of the O_DIRECT path. Default: num_threads where that is given, else 4 of io_uring,
-            or 32 where it is forbidden.
+        direct_threads: reader threads of the O_DIRECT path. Default: num_threads where that is given, else 4 of
+            io_uring, or 32 where it is forbidden.
         staging_bytes: the most pinned memory that the staging ring may grow to. Default 96 MiB.
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
         numa: whether threads and staging memory go to the GPU's NUMA node. Default True.
