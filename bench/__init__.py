@@ -4,9 +4,14 @@ One run measures several loaders on one set of files. Each round samples a physi
 once, in rotating order, so that drift of the machine hits all alike; a loader's share of the ceiling is the median of
 the ratios within the rounds. Every file states its own rules in its docstring:
 
-    run.py           the Hydra application
+    run.py           the Hydra application; run_parts.py makes a run, part by part
+    guard.py         the process that measures, watched by another (guarded.py is its beginning)
+    resume.py        what an interrupted run has already measured
+    busy.py          refuses a GPU that others use; nvml.py asks the driver
+    progress.py      the bar with the time left
     config.py        the configuration, checked, with the nearest valid name in each error; config_base.py has what all
-                     scenarios share, config_transfer.py those of transfers
+                     scenarios share, config_transfer.py, config_mlperf.py and config_checkpoint.py those of theirs
+    reference/       the tables of other documents, made here and laid beside theirs
     files.py         the test checkpoint: written, known byte for byte, removed
     record_shards.py the test dataset: shards of numbered records, known byte for byte
     measure.py       rounds, timed regions, failures as rows
@@ -16,6 +21,7 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     gdsio_jobs.py    job files of gdsio (pure); gdsio_run.py makes runs of them, gdsio_line.py prints results like it
     cufile_files.py  files and memory registered with cuFile, through cuda.bindings
     cache.py         warm and cold page cache, verified with mincore
+    device_bytes.py  what disks and the GPU's link count beside each sample
     stats.py         median, MAD, IQR, bootstrap of paired ratios (pure)
     environment.py   what the numbers were taken on
     record.py        the JSON line of one loader, and its validator; record_schema.json is its JSON schema
@@ -29,6 +35,7 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     slope.py         overhead a layer and fill of a pipeline (pure)
     clock.py         marks on a device's stream
     loaders/         one file a library; the rules of the timed region are in loaders/base.py
+    reference/       the reference documents' tables, measured here, and which of their claims hold
     scenarios/       the verbs: what a sample delivers and how it is verified
 
 Importing this package imports neither torch nor any loader.

@@ -162,6 +162,21 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ReferenceConfig:
+    """Experiments to make one after the other instead of a run, and the documents that they are laid beside. What a
+    part and a document hold is checked in reference/plan.py. Without parts there is nothing of this."""
+
+    #: Of all parts together; those for which no time is left are rows that say so.
+    max_seconds: float = 1200.0
+    #: The directory of an earlier call, whose finished parts are kept; None: a new one.
+    resume: str | None = None
+    #: The parts to make; empty: all.
+    only: list[str] = field(default_factory=list)
+    parts: dict[str, Any] = field(default_factory=dict)
+    documents: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class BenchConfig:
     """One run."""
 
@@ -173,10 +188,19 @@ class BenchConfig:
     device: str = "auto"
     #: Where the JSON lines go; None: results.jsonl in Hydra's output directory.
     output: str | None = None
+    #: Records of an interrupted run, or its directory: what they hold is kept, and the rest is added to them.
+    resume: str | None = None
+    #: Measure in a process of its own, so that a library that crashes is a row and not the end of the run.
+    isolate: bool = True
+    #: Measure although another process uses the GPU.
+    allow_busy_gpu: bool = False
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     def __post_init__(self) -> None:
         one_of("device", self.device, DEVICES)
         self.scenario.check_storage(self.storage)
+        if self.output is not None and self.resume is not None:
+            raise BenchConfigError("'output' and 'resume' both name a file of records; a resumed run adds to its own")
 
 
 def build(config: Mapping[str, Any]) -> BenchConfig:
@@ -249,6 +273,8 @@ def _check_key(key: str, config_dir: Path) -> None:
         if name not in valid:
             raise BenchConfigError(f"unknown key '{key}'; {nearest(name, valid)}")
         found = valid[name]
+        if any(typing.get_origin(hint) is dict and typing.get_args(hint)[1] is Any for hint in found):
+            return  # whatever a part or a document is called; what it holds is checked where it is composed
 
 
 def _hints(types_: Iterable[Any]) -> dict[str, list[Any]]:

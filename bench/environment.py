@@ -58,14 +58,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 def collect(directory: Path, device: str) -> dict[str, Any]:
     """The environment of a run whose files are in `directory`. What cannot be found out is None."""
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "gpu": _gpu(device),
-        "driver": _driver(),
-        "kernel": platform.release(),
-        "cpu_model": _first_value("/proc/cpuinfo", "model name"),
-        "cores": len(os.sched_getaffinity(0)),
+        **host(),
         "load_average": os.getloadavg()[0],
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "filesystem": filesystem(directory),
         "profile": _profile(directory, device),
         "python": sys.version.split()[0],
@@ -76,6 +72,17 @@ def collect(directory: Path, device: str) -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if name.startswith(_PREFIXES) or name in _VARIABLES
         },
+    }
+
+
+def host() -> dict[str, Any]:
+    """Which machine this is, as far as it can be told without a GPU's libraries."""
+    return {
+        "kernel": platform.release(),
+        "cpu_model": _first_value("/proc/cpuinfo", "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "driver": _driver(),
     }
 
 
@@ -129,7 +136,8 @@ def _unescaped(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """Of this repository, with "-dirty" where files differ from it."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

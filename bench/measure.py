@@ -8,7 +8,8 @@
 
 A loader that is missing or refuses is a row with its reason. One that raises or delivers wrong bytes is a failed row
 and leaves the following rounds. A cold sample before which pages had stayed in memory is labelled `not_cold` and does
-not count; an outlier is labelled and counts.
+not count; an outlier is labelled and counts, and so does a cold read for which the block device read less than the
+files hold (`fewer_device_bytes`): something between the two had it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ import numpy as np
 
 from bench import cache
 from bench.ceilings import Ceiling
+from bench.device_bytes import Counters, Moved
 from bench.loaders.base import Loader, Unavailable
 from bench.scenarios.base import VerificationError, Workload
 
 _LEAST_ROUNDS = 3
 NOT_COLD = "not_cold"
 NOT_WARM = "not_warm"
+FEWER_DEVICE_BYTES = "fewer_device_bytes"
 
 #: Called with a line of text before each step, and with None after it.
 Progress = Callable[[str | None], None]
+#: Called with the loader's name before anything of it runs, and with None after it.
+Watch = Callable[[str | None], None]
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class Sample:
     peak_gpu_bytes: int | None
     labels: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+    moved: Moved | None = None
 
     @property
     def counts(self) -> bool:
@@ -96,9 +102,12 @@ class Runner:
         cold: bool,
         fresh_memory: bool,
         progress: Progress = lambda _: None,
+        watch: Watch = lambda _: None,
+        counters: Counters | None = None,
     ) -> None:
         self._workload, self._loaders, self._ceiling = workload, dict(loaders), ceiling
-        self._cold, self._fresh_memory, self._progress = cold, fresh_memory, progress
+        self._cold, self._fresh_memory, self._progress, self._watch = cold, fresh_memory, progress, watch
+        self._counters = counters
         self.outcomes = {name: Outcome() for name in loaders}
         self.ceilings: list[float] = []
 
@@ -188,6 +197,7 @@ class Runner:
         try:
             loader.arm()
             labels = self._settle(loader)
+            before = self._counters.read() if self._counters else None
             cpu = _cpu_seconds()
             start = time.perf_counter()
             delivered = self._workload.run(loader)
@@ -195,10 +205,13 @@ class Runner:
             self._workload.finish(delivered)
             end = time.perf_counter()
             cpu = _cpu_seconds() - cpu
+            moved = self._counters.since(before) if self._counters and before else None
         finally:
             loader.disarm()
         size = self._workload.amount(delivered)
-        return Sample(number, *size, end - start, returned - start, cpu, self._peak(), labels), delivered
+        if self._cold and moved and moved.fewer_read_than(self._workload.least_device_bytes()):
+            labels.append(FEWER_DEVICE_BYTES)
+        return Sample(number, *size, end - start, returned - start, cpu, self._peak(), labels, moved=moved), delivered
 
     def _settle(self, loader: Loader) -> list[str]:
         gc.collect()
@@ -224,12 +237,14 @@ class Runner:
     def _guard(self, name: str, step: Callable[[], None]) -> bool:
         """Run one step; an exception becomes the row's reason and ends the loader's part in this run."""
         outcome = self.outcomes[name]
+        self._watch(name)
         try:
             step()
         except Unavailable as error:
             outcome.status, outcome.reason = "skipped", str(error)
         except Exception as error:  # whatever a library raises belongs into its row
             outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {error}"
+        self._watch(None)
         return outcome.status == "ok"
 
 

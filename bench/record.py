@@ -3,7 +3,8 @@
 Sizes are bytes, times seconds, rates decimal GB/s (1e9). `samples_s` holds every steady sample in the order taken,
 with `sample_labels` and `ceiling.samples` beside it; the statistics are over those that count (measure.py). `figures`
 holds what a scenario measured beside each sample, a list for each name, and `derived` what it made of them: its
-parameters and statistics; ratios such as an overhead are fractions there, times seconds.
+parameters and statistics; ratios such as an overhead are fractions there, times seconds. `device_bytes` is what disks
+and GPU say that they moved during each sample (device_bytes.py), beside what the samples delivered.
 
 `record_schema.json` says the same to others, as far as a JSON schema can; the tests hold the two together.
 """
@@ -12,16 +13,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench import stats
 from bench.config import ScenarioConfig
+from bench.device_bytes import Moved
 from bench.measure import NOT_COLD, Outcome
 from bench.scenarios.base import Workload
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 STATUSES = ("ok", "skipped", "failed")
 
 
@@ -59,6 +61,7 @@ class Record:
     route: str | None = None
     peak_pinned_bytes: int | None = None
     peak_gpu_bytes: int | None = None
+    device_bytes: dict[str, Any] | None = None
     env: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
@@ -77,8 +80,10 @@ def make(
     ceiling: Mapping[str, Any],
     config: dict[str, Any],
     env: dict[str, Any],
+    devices: str | None = None,
 ) -> Record:
-    """The record of one loader. `ceiling` holds kind, detail and samples (GB/s, one a round)."""
+    """The record of one loader. `ceiling` holds kind, detail and samples (GB/s, one a round); `devices` says which
+    were counted for their bytes, or why none."""
     record = Record(
         status=outcome.status,
         reason=outcome.reason,
@@ -109,6 +114,8 @@ def make(
     names = samples[0].figures if samples else {}
     record.figures = {name: [sample.figures[name] for sample in samples] for name in names}
     record.peak_gpu_bytes = max((s.peak_gpu_bytes for s in samples if s.peak_gpu_bytes is not None), default=None)
+    if devices is not None and samples:
+        record.device_bytes = {"source": devices, **_moved([sample.moved for sample in samples])}
     counted = [sample for sample in samples if sample.counts]
     if cold and samples:
         record.cold_verified = len(counted) == len(samples)
@@ -134,12 +141,29 @@ def make(
     return record
 
 
-def skipped(
-    name: str, reason: str, scenario: ScenarioConfig, *, cold: bool, config: dict[str, Any], env: dict[str, Any]
+def _moved(moved: Sequence[Moved | None]) -> dict[str, list[int] | None]:
+    """Lists by what was counted, one number a sample; None for what is not counted in every sample."""
+    lists: dict[str, list[int] | None] = {}
+    for name in Moved._fields:
+        values = [getattr(each, name) for each in moved if each is not None]
+        known = [value for value in values if value is not None]
+        lists[name] = known if len(known) == len(moved) else None
+    return lists
+
+
+def unmeasured(
+    name: str,
+    reason: str,
+    scenario: ScenarioConfig,
+    *,
+    cold: bool,
+    config: dict[str, Any],
+    env: dict[str, Any],
+    status: str = "skipped",
 ) -> Record:
-    """The row of a loader in a run that could not begin."""
+    """The row of a loader that could not begin, or that left nothing behind."""
     return Record(
-        status="skipped",
+        status=status,
         reason=reason,
         scenario=scenario.name,
         verb=scenario.verb,
@@ -189,9 +213,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "route": (str, type(None)),
     "peak_pinned_bytes": (int, type(None)),
     "peak_gpu_bytes": (int, type(None)),
+    "device_bytes": (dict, type(None)),
     "env": (dict,),
 }
 _ENV = ("commit", "gpu", "driver", "kernel", "cpu_model", "cores", "filesystem", "python", "torch", "versions")
+_DEVICE_BYTES = ("source", *Moved._fields)
 _CEILING = ("kind", "detail", "gb_per_s", "samples")
 
 
@@ -213,6 +239,10 @@ def problems(row: Mapping[str, Any]) -> list[str]:
         found.append("reason: has to be given exactly when the status is not ok")
     if not len(row["samples_s"]) == len(row["sample_labels"]) == len(row["lazy_return_s"]):
         found.append("samples_s, sample_labels and lazy_return_s differ in length")
+    moved = {name: values for name, values in (row["device_bytes"] or {}).items() if isinstance(values, list)}
+    found += [f"device_bytes.{k}: has no value for each sample" for k in _short(moved, len(row["samples_s"]))]
+    if row["device_bytes"] is not None:
+        found += [f"device_bytes.{key}: missing" for key in _DEVICE_BYTES if key not in row["device_bytes"]]
     found += [f"figures.{k}: has no value for each sample" for k in _short(row["figures"], len(row["samples_s"]))]
     if any(not isinstance(value, _NUMBER) or not 0 < value < math.inf for value in row["samples_s"]):
         found.append("samples_s: every sample has to be positive")

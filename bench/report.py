@@ -19,10 +19,17 @@ from bench import (
     stats,
     table,
 )
+from bench.measure import FEWER_DEVICE_BYTES, NOT_COLD
 from bench.record import Record
 from bench.table import Column, Content, Section
 
 _WIDTH = 120
+#: What samples are labelled with, and what a note says of them.
+_LABELS = (
+    ("outlier", "outliers: labelled, kept and counted"),
+    (NOT_COLD, "not cold: not counted"),
+    (FEWER_DEVICE_BYTES, "cold, and yet the disk read less than the files hold: counted"),
+)
 #: verb -> its table, where it has one of its own
 _TABLES: dict[str, Callable[[Sequence[Record]], Content]] = {
     "pipeline": report_layers.pipeline,
@@ -99,7 +106,7 @@ def _loaded(records: Sequence[Record]) -> Content:
     ]
     if any(record.delivers != "owned" for record in records):
         notes.append("†: the tensors still share the file's pages at the end; the others own their memory.")
-    for label, meaning in (("outlier", "outliers: labelled, kept and counted"), ("not_cold", "not cold: not counted")):
+    for label, meaning in _LABELS:
         found = sum(label in labels for record in records for labels in record.sample_labels)
         if found:
             notes.append(f"{found} of {sum(len(record.samples_s) for record in records)} samples are {meaning}.")

@@ -30,8 +30,11 @@ NAME = "report.md"
 NO_PLOTS = "Plots are missing: matplotlib is not installed; `pip install 'gdsstream[bench]'` and make the report again."
 
 
-def write(paths: Sequence[Path], directory: Path, *, plots: bool = True) -> Path:
-    """Make the report of these files of records in `directory`, and return its path. Raises BenchError."""
+def write(paths: Sequence[Path], directory: Path, *, plots: bool = True, opening: Sequence[str] = ()) -> Path:
+    """Make the report of these files of records in `directory`, and return its path. Raises BenchError.
+
+    `opening` are lines that come before everything that is made of the records.
+    """
     found = [(path, group) for path in paths for group in results.groups(results.read(path))]
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,7 @@ def write(paths: Sequence[Path], directory: Path, *, plots: bool = True) -> Path
             pictures = [drawing.of_group(group, f"{path.stem}", directory) for path, group in _numbered(found)]
             sweeps = drawing.of_sweeps([row for _, group in found for row in group.measured], directory)
         target = directory / NAME
-        target.write_text(_document(found, pictures, sweeps, note, directory), encoding="utf-8")
+        target.write_text(_document(found, pictures, sweeps, note, directory, opening), encoding="utf-8")
     except OSError as error:
         raise BenchError(f"the report cannot be written: {error}; choose another directory with --out") from error
     return target
@@ -67,23 +70,24 @@ def _document(
     sweeps: Sequence[tuple[Path, str]],
     note: str,
     directory: Path,
+    opening: Sequence[str],
 ) -> str:
-    machines = list(dict.fromkeys(_machine(group.first) for _, group in found))
-    lines = ["# Benchmark report", "", "Rates are decimal (1 GB = 10^9 bytes), medians over n samples.", ""]
+    machines = list(dict.fromkeys(machine(group.first) for _, group in found))
+    lines = ["# Benchmark report", "", *opening, "Rates are decimal (1 GB = 10^9 bytes), medians over n samples.", ""]
     lines += [
         "Start-up and first load happen once each.",
     ]
     lines += ["", note] if note else []
     lines += ["", "## Environment", ""]
-    for number, machine in enumerate(machines, 1):
+    for number, each in enumerate(machines, 1):
         lines += [f"**Environment {number}**", ""] if len(machines) > 1 else []
-        lines += [_row(["", ""]), "|---|---|", *(_row(pair) for pair in machine), ""]
+        lines += [row(["", ""]), "|---|---|", *(row(pair) for pair in each), ""]
     scenario = None
     for (path, group), drawn in zip(found, pictures, strict=True):
         if group.first.scenario != scenario:
             scenario = group.first.scenario
             lines += [f"## {scenario}", ""]
-        where = f", environment {machines.index(_machine(group.first)) + 1}" if len(machines) > 1 else ""
+        where = f", environment {machines.index(machine(group.first)) + 1}" if len(machines) > 1 else ""
         lines += [f"Records: {_link(path, directory)}{where}, commit {group.first.env.get('commit') or 'unknown'}.", ""]
         if group.measured:
             content = report.content(group.measured)
@@ -111,12 +115,12 @@ def _document(
 
 def _table(content: Content) -> list[str]:
     titles = [column.title for column in content.columns]
-    lines = [_row(titles), "|" + "|".join(["---", *["---:"] * (len(titles) - 1)]) + "|"]
+    lines = [row(titles), "|" + "|".join(["---", *["---:"] * (len(titles) - 1)]) + "|"]
     for section in content.sections:
-        lines += [_row(_plain(column.cell(record)) for column in content.columns) for record in section.records]
+        lines += [row(_plain(column.cell(record)) for column in content.columns) for record in section.records]
         limits = [section.limits.get(title, "") for title in titles]
         if section.limits:
-            lines.append(_row(f"*{cell}*" if cell else "" for cell in limits))
+            lines.append(row(f"*{cell}*" if cell else "" for cell in limits))
     return lines
 
 
@@ -137,11 +141,11 @@ def _picture(path: Path, caption: str) -> list[str]:
 def _missing(rest: Sequence[Record]) -> list[str]:
     if not rest:
         return []
-    rows = [_row([each.loader, each.status, report.reason(each)]) for each in report.not_measured(rest)]
-    return ["Not measured:", "", _row(["loader", "status", "reason"]), "|---|---|---|", *rows, ""]
+    rows = [row([each.loader, each.status, report.reason(each)]) for each in report.not_measured(rest)]
+    return ["Not measured:", "", row(["loader", "status", "reason"]), "|---|---|---|", *rows, ""]
 
 
-def _machine(record: Record) -> tuple[tuple[str, str], ...]:
+def machine(record: Record) -> tuple[tuple[str, str], ...]:
     """What a figure was taken on, for people."""
     env = record.env
     memory, place = env.get("memory_bytes"), env.get("filesystem")
@@ -168,7 +172,8 @@ def _pairs(values: Any, between: str = " ") -> str:
     return ", ".join(f"{name}{between}{value}" for name, value in values.items()) if isinstance(values, Mapping) else ""
 
 
-def _row(cells: Iterable[str]) -> str:
+def row(cells: Iterable[str]) -> str:
+    """A line of a table."""
     return "| " + " | ".join(map(_escaped, cells)) + " |"
 
 

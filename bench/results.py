@@ -21,11 +21,20 @@ from bench.measure import NOT_COLD
 from bench.record import Record
 
 #: Version of the schema -> what it added, and what records from before it are given for that.
-_ADDED: dict[int, dict[str, Any]] = {2: {"figures": {}, "derived": None}}
+_ADDED: dict[int, dict[str, Any]] = {2: {"figures": {}, "derived": None}, 3: {"device_bytes": None}}
 #: Of the machine: what has to be equal for two figures to be of the same hardware and system.
 MACHINE = ("gpu", "driver", "kernel", "cpu_model", "cores", "memory_bytes", "torch")
 #: Settings that say how a run is made, and not what is measured.
-_HOW = {"output", "storage.dir", "storage.keep_files", "scenario.rounds", "scenario.max_seconds"}
+_HOW = {
+    "output",
+    "resume",
+    "isolate",
+    "allow_busy_gpu",
+    "storage.dir",
+    "storage.keep_files",
+    "scenario.rounds",
+    "scenario.max_seconds",
+}
 #: Settings that a run goes through part by part (config.parts), and where those of a part's workload are.
 _PARTS = {"scenario.tokens", "scenario.sizes", "scenario.models", "scenario.compute"} | {
     f"scenario.{name}" for name in config_transfer.PARTS
@@ -47,13 +56,19 @@ class Group(NamedTuple):
 def read(path: Path) -> list[Record]:
     """The records of a file, in its order. Raises BenchError for a file or line that cannot be read as records."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"{path} cannot be read: {error}; give the results.jsonl of a run") from error
-    found = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = parse(text, path)
     if not found:
         raise BenchError(f"{path} holds no records; give the results.jsonl of a run")
     return found
+
+
+def parse(text: str, path: Path) -> list[Record]:
+    """The records of these lines of the file `path`. Raises BenchError for a line that is no record."""
+    lines = enumerate(text.splitlines(), 1)
+    return [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
 
 
 def _parse(line: str, where: str) -> Record:

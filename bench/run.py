@@ -13,173 +13,113 @@
     python -m bench.run experiment=raw_read          one large read, threads and task sizes against the disk
     python -m bench.run experiment=random_io         small random reads and writes, ios a second and latencies
     python -m bench.run experiment=gdsio             gdsio's transfer types, or its job file: scenario.job_file=PATH
+    python -m bench.run experiment=reference         the tables of the reference documents, beside what they say
     python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
 
-Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says. Exit status: 0 when
-the run was made, whatever its rows say; 2 when it could not be made as asked.
+Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says; `resume=` goes on with
+those of an interrupted run (resume.py). What is measured is measured in a process of its own (guard.py), and not beside
+other work on the GPU (busy.py). Exit status: 0 when the run was made, whatever its rows say; 2 when it could not be
+made as asked.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench import (
-    ceilings,
+    busy,
     config,
     environment,
     files,
     gdsio_line,
     gdsio_run,
+    guard,
     loaders,
     record,
+    reference,
     report,
+    resume,
     scenarios,
 )
 from bench.config import BenchConfig, BenchError, TransferConfig
-from bench.loaders.base import Loader
-from bench.measure import Runner
+from bench.run_parts import Parts, append, row_config
 
 
-def measure(settings: BenchConfig, output: Path, out: Console) -> list[record.Record]:
+def measure(
+    settings: BenchConfig,
+    output: Path,
+    out: Console,
+    *,
+    say: Callable[..., None] = lambda **_: None,
+    finished: Collection[int] = (),
+    crashed: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[record.Record]:
     """One run: write the files, measure, append the records to `output`, and return them. Raises BenchError.
 
     Records are appended as soon as they are complete, part by part (`config.parts`): an interrupt loses one part only.
+    `say` is told what is under way (guard.Told); the parts in `finished` are left out, and loaders in `crashed`, by the
+    part, are failed rows with that reason. With `resume` set, what `output` holds of this run is kept and returned too.
     """
     built = {name: loaders.build(name, options) for name, options in settings.loaders.items()}
-    device, cuda_reason = _device(settings.device)
+    device, cuda_reason, gpu_use = _device(settings)
     cold = settings.cache.state == "cold"
+    if cuda_reason is not None and settings.resume is not None:
+        raise BenchError(f"resume: {cuda_reason}, and so nothing can be added to {output}")
     if cuda_reason is not None:
         env = environment.collect(Path(settings.storage.dir or "/"), device)
         rows = [
-            record.skipped(name, cuda_reason, settings.scenario, cold=cold, config=_row_config(settings, name), env=env)
+            record.unmeasured(
+                name, cuda_reason, settings.scenario, cold=cold, config=row_config(settings, name), env=env
+            )
             for name in built
         ]
-    else:
-        return _measure(settings, built, device, output, out)
-    _append(output, rows)
-    return rows
-
-
-def _append(output: Path, rows: list[record.Record]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as lines:
-        lines.writelines(row.to_json() + "\n" for row in rows)
-
-
-def _measure(
-    settings: BenchConfig, built: dict[str, Loader], device: str, output: Path, out: Console
-) -> list[record.Record]:
-    cold = settings.cache.state == "cold"
+        append(output, rows)
+        return rows
     plan = files.choose(settings.storage, cuda=device.startswith("cuda"), cold=cold)
     plan = scenarios.plan(settings.scenario, plan, cold=cold)
     _check_cold(plan.directory, cold)
-    for path in files.left_over(plan.directory):
-        out.print(f"{path} was left by a run that was killed; remove it", style="yellow", highlight=False)
-    out.print(
-        f"{plan.files} files of {plan.file_bytes / 1e9:.3f} GB ({plan.total_bytes / 1e9:.2f} GB"
-        f"{_again(settings, plan)}) in {plan.directory} "
-        f"({plan.why}), {'kept' if settings.storage.keep_files else 'removed at the end'}.",
-        highlight=False,
-    )
-    env = environment.collect(plan.directory, device)
+    env = environment.collect(plan.directory, device) | ({"gpu_use": gpu_use} if gpu_use else {})
     if (note := environment.network_note(env)) is not None:
         out.print(note, style="yellow", highlight=False)
-    parts = config.parts(settings.scenario)
-    rows: list[record.Record] = []
-    with _bar(out) as bar:
-        steps = len(built) + settings.scenario.rounds * (1 + len(built))
-        task = bar.add_task("writing the files", total=len(parts) * steps)
-
-        def step(text: str | None) -> None:
-            bar.update(task, description=text) if text is not None else bar.advance(task)
-            bar.refresh()
-
-        with files.written(plan, keep=settings.storage.keep_files) as written:
-            for number, part in enumerate(parts):
-                done = _measure_part(dataclasses.replace(settings, scenario=part), built, device, written, env, step)
-                _append(output, done)
-                rows += done
-                bar.update(task, completed=(number + 1) * steps)
+    parts = dict(enumerate(config.parts(settings.scenario)))
+    rows = []
+    if settings.resume is not None:
+        found = resume.find(output, settings, env)
+        rows, finished = found.rows, found.parts | set(finished)
+        out.print(
+            f"resumed: {len(found.rows)} rows of {len(found.parts)} of {len(parts)} parts are kept"
+            f"{f', {found.dropped} of incomplete parts are measured again' if found.dropped else ''}.",
+            highlight=False,
+        )
+    todo = {number: part for number, part in parts.items() if number not in finished}
+    if todo:
+        rows += Parts(settings, built, device, env, say, crashed or {}).all(plan, todo, output, out)
     return rows
 
 
-def _measure_part(
-    settings: BenchConfig,
-    built: dict[str, Loader],
-    device: str,
-    written: files.BenchFiles,
-    env: dict[str, Any],
-    step: Callable[[str | None], None],
-) -> list[record.Record]:
-    scenario, cold = settings.scenario, settings.cache.state == "cold"
-    step("preparing the scenario")
-    try:
-        workload = scenarios.build(scenario, written, device)
-    except OSError as error:
-        raise BenchError(
-            f"the scenario's files cannot be written in {written.directory.parent}: {error.strerror or error}; choose "
-            "another with storage.dir="
-        ) from error
-    try:
-        step("finding the ceiling")
-        ceiling = ceilings.choose(workload, cold=cold)
-        try:
-            runner = Runner(workload, built, ceiling, cold=cold, fresh_memory=scenario.fresh_memory, progress=step)
-            measured = runner.run(scenario.rounds, scenario.max_seconds)
-        finally:
-            ceiling.close()
-    finally:
-        if not settings.storage.keep_files:
-            workload.close()
-    limit = {"kind": ceiling.kind, "detail": ceiling.describe(), "samples": measured.ceilings}
-    return [
-        record.make(
-            name,
-            outcome,
-            workload,
-            scenario=scenario.name,
-            cold=cold,
-            ceiling=limit,
-            config=_row_config(settings, name),
-            env=env,
-        )
-        for name, outcome in measured.outcomes.items()
-    ]
-
-
-def _again(settings: BenchConfig, plan: files.Plan) -> str:
-    if isinstance(settings.scenario, TransferConfig):
-        return ", and as much to write" if settings.scenario.writes else ""
-    return ", anew for each part" if plan.by_part else ""
-
-
-def _row_config(settings: BenchConfig, name: str) -> dict[str, Any]:
-    return {**dataclasses.asdict(settings), "loaders": {name: settings.loaders[name]}}
-
-
-def _device(wanted: str) -> tuple[str, str | None]:
-    """The device, and why no row can run when CUDA was asked for and is missing."""
-    if wanted == "cpu":
-        return "cpu", None
+def _device(settings: BenchConfig) -> tuple[str, str | None, str | None]:
+    """The device, why no row can run when CUDA was asked for and is missing, and who else uses it. Raises BenchError
+    where another process does."""
+    if settings.device == "cpu":
+        return "cpu", None, None
     import torch
 
     if torch.cuda.is_available():
+        use = busy.check(allow=settings.allow_busy_gpu)
         torch.zeros(1, device="cuda:0")  # the context is the process's, and no loader's start-up
-        return "cuda:0", None
-    return "cpu", "device=cuda was asked for, and there is no CUDA device" if wanted == "cuda" else None
+        return "cuda:0", None, use
+    missing = "device=cuda was asked for, and there is no CUDA device"
+    return "cpu", missing if settings.device == "cuda" else None, None
 
 
 def _check_cold(directory: Path, cold: bool) -> None:
@@ -190,21 +130,8 @@ def _check_cold(directory: Path, cold: bool) -> None:
         )
 
 
-def _bar(out: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<40}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("time left"),
-        TimeRemainingColumn(),
-        # Drawn between samples only: a thread that draws meanwhile takes the interpreter from the one that is timed.
-        auto_refresh=False,
-        console=out,
-        transient=True,
-    )
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler of SIGTERM and SIGHUP."""
     del number, frame
     raise KeyboardInterrupt  # so that the files go when the run is terminated, as they do on Ctrl-C
 
@@ -216,10 +143,17 @@ def _app(composed: DictConfig) -> None:
         plain = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
         settings = config.build({str(key): value for key, value in plain.items()})
-        output = Path(settings.output or Path(HydraConfig.get().runtime.output_dir) / "results.jsonl")
+        directory = Path(HydraConfig.get().runtime.output_dir)
+        if settings.reference.parts:
+            reference.run(settings, directory, out)
+            return
+        output = Path(settings.output or directory / resume.NAME)
+        if settings.resume is not None:
+            output = resume.path(settings.resume, _job())
         rows = []
-        for each in gdsio_run.expand(settings, lambda note: out.print(note, style="yellow", highlight=False)):
-            rows += measure(each, output, out)
+        runs = gdsio_run.expand(settings, lambda note: out.print(note, style="yellow", highlight=False))
+        for each in runs:
+            rows += (guard.run if each.isolate else measure)(each, output, out)
     except BenchError as error:
         _fail(error, out)
         raise SystemExit(2) from None
@@ -231,6 +165,12 @@ def _app(composed: DictConfig) -> None:
     out.print(f"records: {output}", style="dim", highlight=False)
 
 
+def _job() -> int | None:
+    """The number within a multirun; None outside of one."""
+    found = HydraConfig.get()
+    return None if OmegaConf.is_missing(found.job, "num") else int(found.job.num)
+
+
 def _fail(error: BenchError, out: Console) -> None:
     out.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
 
@@ -239,7 +179,7 @@ def main() -> None:
     """The entry point."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
-            signal.signal(number, _interrupt)
+            signal.signal(number, interrupt)
     try:
         config.check_overrides(sys.argv[1:])
         _app()

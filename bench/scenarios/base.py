@@ -63,6 +63,10 @@ class Workload(ABC):
         del delivered
         return self.sample_bytes, self.units
 
+    def least_device_bytes(self) -> int:
+        """What the disk has to read for one sample, from an empty page cache; 0 where that cannot be told."""
+        return 0
+
     def after(self, loader: Loader, delivered: Any) -> dict[str, float]:
         """Figures of the sample that was just taken, by name. Untimed."""
         del loader, delivered

@@ -38,6 +38,10 @@ class Gather(Workload):
     def sample_bytes(self) -> int:
         return self.request.total_bytes
 
+    def least_device_bytes(self) -> int:
+        places = (self.request.file_index.astype(np.int64) << 48) + self.request.offsets
+        return len(np.unique(places)) * self.request.length
+
     def run(self, loader: Loader) -> torch.Tensor:
         return loader.gather()
 

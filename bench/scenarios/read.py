@@ -29,6 +29,9 @@ class Read(Workload):
     def sample_bytes(self) -> int:
         return self.job.data_bytes
 
+    def least_device_bytes(self) -> int:
+        return self.sample_bytes
+
     def run(self, loader: Loader) -> dict[str, torch.Tensor]:
         return loader.load()
 

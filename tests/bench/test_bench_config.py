@@ -25,7 +25,7 @@ def composed(*overrides: str) -> Iterator[dict[str, Any]]:
 
 
 def test_the_groups_are_the_ones_that_the_bench_has() -> None:
-    assert config.groups() == ["cache", "experiment", "loader", "scenario", "storage", "workload"]
+    assert config.groups() == ["cache", "experiment", "loader", "reference", "scenario", "storage", "workload"]
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY)
@@ -97,6 +97,7 @@ def test_what_is_hydras_is_left_to_hydra(override: str) -> None:
         ({"cache": {"state": "hot"}}, "'cache.state' is 'hot'"),
         ({"cache": 3}, "'cache' is 3; it has to be a mapping"),
         ({"device": "gpu"}, "'device' is 'gpu'"),
+        ({"output": "a.jsonl", "resume": "b.jsonl"}, "'output' and 'resume' both name a file"),
         ({"storage": {"files": "many"}}, "'storage.files' is 'many' (str); it has to be int or null"),
         ({"storage": {"files": True}}, "'storage.files' is True (bool)"),
         ({"storage": {"file_bytes": 5}}, "at least 1048576"),

@@ -218,7 +218,9 @@ def test_mapped_files_are_never_reported_as_cold(on_disk: Path) -> None:  # noqa
     for held in maps:
         held.close()
     assert (rows[0].status, rows[0].cold_verified, rows[0].gb_per_s) == ("failed", False, None)
-    assert rows[0].sample_labels == [["not_cold"]] * 3
+    assert len(rows[0].sample_labels) == 3
+    # The device moves fewer bytes as well, where it counts them.
+    assert all("not_cold" in labels for labels in rows[0].sample_labels)
     assert "not_cold" in rows[0].reason
 
 

@@ -206,7 +206,7 @@ def test_a_run_that_could_not_begin_is_reported(tmp_path: Path) -> None:
     scenario = replace(BASE, ops=["read", "write"], io_bytes=[4096, 8192])
     env = dict.fromkeys(record._ENV) | {"versions": {}}
     config = {"scenario": plain(scenario), "loaders": {"x": {"kind": "transfer_posix"}}}
-    row = record.skipped("x", "no CUDA device", scenario, cold=False, config=config, env=env)
+    row = record.unmeasured("x", "no CUDA device", scenario, cold=False, config=config, env=env)
     assert record.problems(results.json.loads(row.to_json())) == []
     assert results.part(row) == ""
     out = io.StringIO()

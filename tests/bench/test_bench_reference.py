@@ -1,0 +1,317 @@
+"""A reference run: its parts, what it keeps, and what it says of a document's claims."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import record_rows
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from bench import config, reference, resume
+from bench.config import BenchConfigError, BenchError, ReferenceConfig
+from bench.reference import claims, parts, plan, show
+from bench.reference.claims import FAILS, HOLDS, INCOMPARABLE, SHOWN, UNDECIDED, Made
+from bench.reference.plan import Claim, Selector
+
+FAST, SLOW = [20.0, 20.2, 19.8, 20.1, 20.0], [10.0, 10.1, 9.9, 10.0, 10.2]
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(config.CONFIG_DIR), version_base="1.3"):
+        plain = OmegaConf.to_container(compose("bench", list(overrides)), resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def claim(**changes: Any) -> Claim:
+    given = {"name": "x", "document": "d", "hardware": "h", "says": "fast", "unit": "x", "theirs": 2.0}
+    return Claim(**{**given, "ours": Selector("p", "fast"), **changes})
+
+
+def made(*rows: Any, problem: str | None = None) -> dict[str, Made]:
+    return {"p": Made(list(rows), problem)}
+
+
+def pair(fast: list[float] = FAST, slow: list[float] = SLOW) -> dict[str, Made]:
+    return made(record_rows.row("fast", fast), record_rows.row("slow", slow))
+
+
+# ---- claims
+
+
+@pytest.mark.parametrize(
+    ("bounds", "verdict"),
+    [
+        ({"at_least": 1.5}, HOLDS),
+        ({"at_least": 1.5, "at_most": 2.5}, HOLDS),
+        ({"at_least": 2.5}, FAILS),
+        ({"at_most": 1.5}, FAILS),
+        ({"at_least": 1.99}, UNDECIDED),
+        ({}, SHOWN),
+    ],
+)
+def test_a_proportion_is_judged_by_its_interval(bounds: dict[str, float], verdict: str) -> None:
+    found = claims.judge(claim(over=Selector("p", "slow"), **bounds), pair())
+    assert found.verdict == verdict, found
+    assert found.value == pytest.approx(2.0, rel=0.01)
+    assert found.interval is not None
+    assert found.interval[0] < 2.0 < found.interval[1]
+    assert found.rows == ("fast", "slow")
+    assert found.pct_ceiling == pytest.approx(40.0)
+
+
+def test_rows_of_one_run_are_paired_round_by_round() -> None:
+    drifting = [10.0, 20.0, 40.0, 80.0, 160.0]
+    paired = pair([2 * rate for rate in drifting], drifting)
+    found = claims.judge(claim(over=Selector("p", "slow"), at_least=1.9), paired)
+    assert (found.verdict, found.interval) == (HOLDS, (2.0, 2.0))
+    paired["p"].rows[1].ceiling["samples"] = [49.0] * 5
+    apart = claims.judge(claim(over=Selector("p", "slow"), at_least=1.9), paired)
+    assert apart.verdict == UNDECIDED
+    assert apart.value == pytest.approx(2.0)
+
+
+def test_too_few_samples_decide_nothing() -> None:
+    found = claims.judge(claim(over=Selector("p", "slow"), at_least=1.0), pair([20.0, 20.0], [10.0, 10.0]))
+    assert found.verdict == UNDECIDED
+    assert "too few samples" in found.reason
+
+
+def test_samples_that_do_not_count_are_left_out_of_both() -> None:
+    labels = [[], ["not_cold"], [], [], []]
+    rows = made(record_rows.row("fast", [20.0, 900.0, 20.0, 20.0, 20.0], labels=labels), record_rows.row("slow", SLOW))
+    found = claims.judge(claim(over=Selector("p", "slow"), at_most=2.1), rows)
+    assert found.verdict == HOLDS, found
+
+
+def test_a_derived_figure_brings_its_own_interval() -> None:
+    row = replace(
+        record_rows.row("fast", FAST), derived={"overhead": 0.01, "overhead_ci95": [0.005, 0.015], "fill_s": 1.0}
+    )
+    asked = claim(unit="%", ours=Selector("p", "fast", figure="derived.overhead"), at_most=2.0)
+    found = claims.judge(asked, made(row))
+    assert (found.verdict, found.value, found.interval) == (HOLDS, pytest.approx(1.0), pytest.approx((0.5, 1.5)))
+    bare = claims.judge(claim(unit="s", ours=Selector("p", "fast", figure="derived.fill_s"), at_most=2.0), made(row))
+    assert (bare.verdict, bare.value) == (UNDECIDED, 1.0)
+    missing = claims.judge(claim(ours=Selector("p", "fast", figure="derived.nothing")), made(row))
+    assert missing.verdict == INCOMPARABLE
+    assert "no figure 'derived.nothing'" in missing.reason
+
+
+def test_figures_come_in_the_unit_of_the_claim() -> None:
+    row = record_rows.row("fast", [20.0, 20.0, 20.0])
+    for unit, figure, value in (("GB/s", "gb_per_s", 20.0), ("ms", "samples_s", 50.0), ("1/s", "units_per_s", 140.0),
+                                ("%", "pct_ceiling", 40.0)):  # fmt: skip
+        found = claims.judge(claim(unit=unit, ours=Selector("p", "fast", figure=figure)), made(row))
+        assert found.value == pytest.approx(value), unit
+    scaled = claims.judge(claim(unit="us", ours=Selector("p", "fast", figure="samples_s", scale=1e-6)), made(row))
+    assert scaled.value == pytest.approx(0.05)
+
+
+def test_the_time_of_a_layer_is_the_slope_of_its_runs() -> None:
+    row = record_rows.Record(**record_rows.golden())
+    tokens = {"scenario.tokens": 8192}
+    layer = Selector("p", row.loader, tokens, "layer_s")
+    found = claims.judge(claim(unit="ms", ours=layer), made(row))
+    assert found.value == pytest.approx(1e3 * row.derived["slope_s"])  # type: ignore[index]
+    over = claims.judge(claim(ours=layer, over=Selector("p", row.loader, tokens, "figures.compute_s")), made(row))
+    assert over.value == pytest.approx(2.36, rel=0.02)
+
+
+def test_the_fastest_of_several_rows_is_taken_and_where_narrows_them() -> None:
+    rows = [
+        record_rows.row("fast", [rate] * 3, storage={"tensors": number})
+        for number, rate in enumerate([5.0, 9.0, 7.0], 1)
+    ]
+    best = claims.judge(claim(unit="GB/s"), made(*rows))
+    assert best.value == pytest.approx(9.0)
+    third = claims.judge(claim(unit="GB/s", ours=Selector("p", "fast", {"storage.tensors": 3})), made(*rows))
+    assert third.value == pytest.approx(7.0)
+    fourth = claims.judge(claim(unit="GB/s", ours=Selector("p", "fast", {"storage.tensors": 4})), made(*rows))
+    assert fourth.reason == "part p has no row of fast with storage.tensors=4"
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({}, "part p was not made"),
+        (made(problem="it ended"), "part p: it ended"),
+        (made(record_rows.row("other", FAST)), "part p has no row 'fast'"),
+        (made(record_rows.unmeasured("fast", "skipped", "no GPU\nat all")), "fast skipped: no GPU"),
+    ],
+)
+def test_what_is_missing_is_a_reason(found: Mapping[str, Made], reason: str) -> None:
+    judged = claims.judge(claim(at_least=1.0), found)
+    assert (judged.verdict, judged.reason, judged.value) == (INCOMPARABLE, reason, None)
+
+
+def test_a_claim_of_gpudirect_needs_the_proof() -> None:
+    asked = claim(over=Selector("p", "slow"), at_least=1.5, needs="gpudirect")
+    for route, verdict in (
+        ("kvikio POSIX path: not GDS", INCOMPARABLE),
+        ("kvikio -> cuFile -> GPU (unproven: cuFile counted no direct read)", INCOMPARABLE),
+        ("kvikio -> cuFile -> GPU (proven by cuFile's counters of reads: 5 nvme)", HOLDS),
+    ):
+        rows = pair()
+        rows["p"].rows[0].route = route
+        assert claims.judge(asked, rows).verdict == verdict, route
+
+
+# ---- what is planned
+
+
+@pytest.mark.parametrize("name", ["documents", "smoke"])
+def test_what_is_published_is_a_valid_plan_whose_claims_find_their_rows(name: str) -> None:
+    planned = plan.build(config.build(composed(f"reference={name}")).reference)
+    assert planned.parts
+    known = {}
+    for part in planned.parts:
+        if part.experiment in config.options("experiment"):
+            config.check_overrides(part.overrides)
+            known[part.name] = composed(f"experiment={part.experiment}", *part.overrides)
+            config.build(known[part.name])
+    assert known
+    for each in planned.claims:
+        for selector in (each.ours, each.over):
+            if selector is not None and selector.part in known:
+                loaders = set(known[selector.part]["loaders"])
+                assert selector.loader is None or selector.loader in loaders, each.name
+                for key, value in selector.where.items():
+                    assert key.startswith("derived.") or value in _held(known[selector.part], key), each.name
+
+
+def _held(settings: dict[str, Any], key: str) -> list[Any]:
+    """What rows of these settings have there, in each part of the run."""
+    found: list[Any] = []
+    for part in config.parts(config.build(settings).scenario):
+        value: Any = {**settings, "scenario": dataclasses.asdict(part)}
+        for name in key.split("."):
+            value = value[name]
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def test_claims_of_parts_that_are_not_chosen_are_left_out() -> None:
+    whole = config.build(composed("reference=smoke")).reference
+    every = ["load_model", "pipeline"]
+    assert [each.name for each in plan.build(whole).claims_of(every)][-2:] == ["overhead", "network"]
+    some = plan.build(replace(whole, only=["pipeline"]))
+    assert some.chosen == {"pipeline"}
+    assert [each.name for each in some.claims_of(["pipeline"])] == ["overhead"]
+    # What an earlier call has made of the others is shown too.
+    assert [each.name for each in some.claims_of(every)] == ["rate", "ratio", "false_claim", "overhead"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"only": ["pipline"]}, "did you mean 'pipeline'?"),
+        ({"max_seconds": 0.0}, "has to be positive"),
+        ({"parts": {"p": {"experimant": "smoke"}}}, "did you mean 'experiment'?"),
+        ({"parts": {"p": {"experiment": "smoke", "share": 0}}}, "'reference.parts.p.share' is 0"),
+        ({"parts": {"p": 3}}, "has to be a mapping"),
+        ({"documents": {"d": {"document": "d", "claim": {}}}}, "did you mean 'claims'?"),
+    ],
+)
+def test_a_wrong_plan_is_named(changes: dict[str, Any], message: str) -> None:
+    whole = config.build(composed("reference=smoke")).reference
+    with pytest.raises(BenchConfigError) as caught:
+        plan.build(replace(whole, **changes))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"unit": "GiB/s"}, "did you mean 'GB/s'?"),
+        ({"needs": "gpudirekt"}, "did you mean 'gpudirect'?"),
+        ({"ours": None}, "either 'ours'"),
+        ({"never": "why"}, "either 'ours'"),
+        ({"ours": {"part": "other"}}, "of part 'other'"),
+        ({"ours": {"parts": "p"}}, "did you mean 'part'?"),
+        ({"unit": "GB/s", "over": {"part": "p"}}, "it has to be 'x'"),
+    ],
+)
+def test_a_wrong_claim_is_named(values: dict[str, Any], message: str) -> None:
+    good = {"says": "fast", "unit": "x", "ours": {"part": "p"}}
+    document = {"document": "d", "hardware": "h"}
+
+    def built(each: dict[str, Any]) -> plan.Plan:
+        documents = {"d": {**document, "claims": {"c": each}}}
+        return plan.build(ReferenceConfig(parts={"p": {"experiment": "smoke"}}, documents=documents))
+
+    assert built(good).claims[0].ours == Selector("p")
+    with pytest.raises(BenchConfigError) as caught:
+        built({**good, **values})
+    assert message in str(caught.value)
+
+
+def test_a_part_may_be_changed_on_the_command_line() -> None:
+    config.check_overrides(["reference.parts.load_model.share=3", "reference.max_seconds=5"])
+    with pytest.raises(BenchConfigError, match="did you mean 'max_seconds'"):
+        config.check_overrides(["reference.max_second=5"])
+
+
+# ---- a whole run
+
+
+def test_a_reference_run_from_end_to_end_and_resumed(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    where = ["device=cpu", f"storage.dir={tmp_path}/files"]
+    smaller = "['loader=[pread,safetensors]','storage.files=1','storage.file_bytes=1048576','scenario.rounds=3']"
+    small = [
+        f"reference.parts.load_model.overrides={smaller}",
+        "+reference.parts.none={experiment: smokd}",
+        "reference.only=[load_model,none]",
+    ]
+    settings = config.build(composed("experiment=reference_smoke", *where, *small))
+    out = Console(file=io.StringIO(), width=120)
+    first = reference.run(settings, tmp_path / "run", out)
+    assert [(row.loader, row.status) for row in first] == [("pread", "ok"), ("safetensors", "ok")]
+    lines = (tmp_path / "run" / resume.NAME).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [json.loads(row.to_json()) for row in first]
+    report = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+    assert "| Reading is a million times as fast as mapping | 1,000,000 x |" in report
+    assert "did you mean 'smoke'?" in report
+    assert report.count("# Benchmark report") == 1
+    printed = out.file.getvalue()  # type: ignore[attr-defined]
+    assert FAILS in printed
+    assert "3 claims: 1 holds, 1 does not hold here, 0 undecided, 1 side by side, 0 not comparable." in printed
+
+    again = replace(settings, reference=replace(settings.reference, resume=str(tmp_path / "run")))
+    second = reference.run(again, tmp_path / "elsewhere", out)
+    assert [row.to_json() for row in second] == [row.to_json() for row in first]
+    assert not (tmp_path / "elsewhere").exists()
+    other = {**again.reference.parts, "load_model": {"experiment": "smoke", "overrides": ["scenario.rounds=4"]}}
+    changed = replace(again, reference=replace(again.reference, parts=other))
+    with pytest.raises(BenchError, match="overrides was"):
+        reference.run(changed, tmp_path / "elsewhere", out)
+
+
+def test_parts_for_which_no_time_is_left_say_so(tmp_path: Path) -> None:
+    settings = config.build(composed("experiment=reference_smoke", "reference.max_seconds=1e-9"))
+    found = parts.run(plan.build(settings.reference), settings, tmp_path, Console(file=io.StringIO()))
+    assert all("no time was left" in str(each.problem) for each in found.values())
+    judged = [claims.judge(each, found) for each in plan.build(settings.reference).claims]
+    assert {each.verdict for each in judged} == {INCOMPARABLE}
+    target = show.write(judged, found, tmp_path)
+    assert "no time was left" in target.read_text(encoding="utf-8")
+
+
+def test_an_error_of_a_part_is_its_reason() -> None:
+    printed = "4 files\nerror: 'x' is bad; do\nthis\n"
+    assert parts._last_line(printed) == "'x' is bad; do this"
+    raised = (
+        "Traceback (most recent call last):\n  File x\nNameError: name 'y' is not defined\nSet HYDRA_FULL_ERROR=1\n"
+    )
+    assert parts._last_line(raised) == "NameError: name 'y' is not defined"
+    assert parts._last_line("") == ""
