@@ -1,7 +1,7 @@
 """How many bytes the devices say that they moved: a cross-check of what the files hold.
 
 A block device counts what is read from it and written to it (/sys/class/block/<device>/stat, in sectors of 512 bytes),
-and a GPU what it receives over PCIe where its driver says so. Both are read right before and after the timed region of
+and a GPU what it receives over PCIe where its driver says so, headers included (280 bytes for 256 on an H200). Both are read right before and after the timed region of
 every sample, and both count whatever else the machine does in that time. A RAID, a mapped volume or the like is counted
 at the disks and partitions that it consists of. Memory and network filesystems, overlays and what a virtual machine's
 host has in its own cache are not to be seen here; `source` says so where there is no device.
@@ -62,13 +62,19 @@ class Counters:
         )
         return Count(read, written, self._received())
 
-    def since(self, before: Count) -> Moved:
-        """What has been moved since then."""
-        return Moved(*(_difference(*pair) for pair in zip(before, self.read(), strict=True)))
+    def between(self, before: Count, now: Count, nbytes: int) -> Moved:
+        """What was moved in between, by a sample of `nbytes`.
+
+        The GPU's counter is a short one: what it received is None for samples that could take it round more than once.
+        """
+        read, written = _difference(before.read, now.read), _difference(before.written, now.written)
+        if before.gpu_received is None or now.gpu_received is None or nbytes > nvml.COUNTER // 2:
+            return Moved(read, written, None)
+        return Moved(read, written, (now.gpu_received - before.gpu_received) % nvml.COUNTER)
 
 
 def _difference(before: int | None, after: int | None) -> int | None:
-    """None also where a counter wrapped around."""
+    """None also where a counter began anew."""
     return after - before if before is not None and after is not None and after >= before else None
 
 

@@ -205,10 +205,11 @@ class Runner:
             self._workload.finish(delivered)
             end = time.perf_counter()
             cpu = _cpu_seconds() - cpu
-            moved = self._counters.since(before) if self._counters and before else None
+            now = self._counters.read() if self._counters else None
         finally:
             loader.disarm()
         size = self._workload.amount(delivered)
+        moved = self._counters.between(before, now, size[0]) if self._counters and before and now else None
         if self._cold and moved and moved.fewer_read_than(self._workload.least_device_bytes()):
             labels.append(FEWER_DEVICE_BYTES)
         return Sample(number, *size, end - start, returned - start, cpu, self._peak(), labels, moved=moved), delivered

@@ -15,6 +15,8 @@ _TOO_SMALL = 7  # NVML_ERROR_INSUFFICIENT_SIZE
 _UNKNOWN = (1 << 64) - 1  # memory of a process that the driver does not tell
 _RECEIVED = 198  # NVML_FI_DEV_PCIE_COUNT_RX_BYTES
 _DEVICE_V2 = 2
+#: Where the counter of received bytes begins anew: an H200 has 32 bits of it, whatever the field's type.
+COUNTER = 1 << 32
 
 
 class NvmlError(Exception):
@@ -83,12 +85,12 @@ class Device:
         return int(found.used)
 
     def received_bytes(self) -> int:
-        """What came over PCIe since the driver was loaded. Raises NvmlError where that is not counted."""
+        """What came over PCIe, headers included, modulo COUNTER. Raises NvmlError where that is not counted."""
         found = _FieldValue(field=_RECEIVED)
         self._call("nvmlDeviceGetFieldValues", 1, ctypes.byref(found))
         if found.status != 0:
             raise NvmlError(f"the driver has no counter of received bytes ({_text(self._library, found.status)})")
-        return int(found.value)
+        return int(found.value) % COUNTER
 
     def _call(self, name: str, *arguments: Any, but: int = 0) -> int:
         return _call(self._library, name, self._handle, *arguments, but=but)

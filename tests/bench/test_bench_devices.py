@@ -47,7 +47,7 @@ def test_bytes_of_the_device_below_a_directory_are_counted(tmp_path: Path) -> No
     before = counters.read()
     assert before == Count(100 * 512, 7 * 512, None)
     (place / "stat").write_text("11 0 300 5 20 0 8 7 0 0 0\n", encoding="ascii")
-    assert counters.since(before) == Moved(200 * 512, 512, None)
+    assert counters.between(before, counters.read(), 1) == Moved(200 * 512, 512, None)
 
 
 def test_a_raid_is_counted_at_what_it_consists_of(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_where_there_is_no_device_the_record_says_so(tmp_path: Path, monkeypatch
     )
     counters = Counters(tmp_path, "cpu", sys=tmp_path / "sys")
     assert counters.source == f"no block device is counted: {tmp_path} is on nfs4"
-    assert counters.since(counters.read()) == Moved(None, None, None)
+    assert counters.between(counters.read(), counters.read(), 1) == Moved(None, None, None)
     if Path("/dev/shm").is_dir():
         monkeypatch.undo()
         assert "tmpfs" in Counters(Path("/dev/shm"), "cpu").source
@@ -98,7 +98,7 @@ def test_what_a_disk_really_wrote_is_counted(tmp_path: Path) -> None:
     os.write(descriptor, os.urandom(size))
     os.fsync(descriptor)
     os.close(descriptor)
-    written = counters.since(before).written
+    written = counters.between(before, counters.read(), size).written
     assert written is not None
     assert written >= size
 
@@ -115,7 +115,7 @@ class Told(Counters):
     def read(self) -> Count:
         return Count(0, 0, 0)
 
-    def since(self, before: Count) -> Moved:
+    def between(self, before: Count, now: Count, nbytes: int) -> Moved:
         return Moved(next(self._reads), 0, None)
 
 
@@ -269,8 +269,11 @@ def test_pcie_is_counted_where_the_driver_does(tmp_path: Path, monkeypatch: pyte
     counters = Counters(tmp_path, "cuda:0", sys=tmp_path / "sys")
     before = counters.read()
     library.received = 250
-    assert counters.since(before).gpu_received == 150
+    assert counters.between(before, counters.read(), 150).gpu_received == 150
+    library.received = nvml.COUNTER + 60  # an H200's has 32 bits: it begins anew
+    assert counters.between(before, counters.read(), 1 << 30).gpu_received == nvml.COUNTER - 40
+    assert counters.between(before, counters.read(), 3 << 30).gpu_received is None, "it may have gone round twice"
     assert counters.source.endswith("; PCIe by NVML")
     library.received = None
-    assert counters.since(before).gpu_received is None
+    assert counters.between(before, counters.read(), 150).gpu_received is None
     assert "PCIe is not counted: the driver has no counter" in Counters(tmp_path, "cuda:0").source
