@@ -1,10 +1,11 @@
 """How many bytes the devices say that they moved: a cross-check of what the files hold.
 
 A block device counts what is read from it and written to it (/sys/class/block/<device>/stat, in sectors of 512 bytes),
-and a GPU what it receives over PCIe where its driver says so, headers included (280 bytes for 256 on an H200). Both are read right before and after the timed region of
-every sample, and both count whatever else the machine does in that time. A RAID, a mapped volume or the like is counted
-at the disks and partitions that it consists of. Memory and network filesystems, overlays and what a virtual machine's
-host has in its own cache are not to be seen here; `source` says so where there is no device.
+and a GPU what it receives over PCIe where its driver says so, headers included (280 bytes for 256 on an H200). Both are
+read right before and after the timed region of every sample, and both count whatever else the machine does in that
+time. A RAID, a mapped volume or the like is counted at the disks and partitions that it consists of. Memory and network
+filesystems, overlays and what a virtual machine's host has in its own cache are not to be seen here; `source` says so
+where there is no device.
 
 A read from an empty page cache for which the device read less than the files hold was answered by something in between,
 such as a cache below the filesystem, or a filesystem that compresses.
