@@ -68,8 +68,8 @@ void check(Result result, const char* doing);
 void copy_all(std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources, std::vector<std::size_t>& bytes,
               StreamHandle stream);
 
-// The end of the device allocation that `address` is in; the largest address where the driver knows of none. The calling
-// thread has its context current.
+// The end of the device allocation that `address` is in; the largest address where the driver knows of none. The
+// calling thread has its context current.
 DevicePointer allocation_end(DevicePointer address);
 
 // "0000:3b:00.0"; needs no context. Throws as Device::open.

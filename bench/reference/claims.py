@@ -1,7 +1,9 @@
 """Our figure for a claim, and whether the claim holds. Pure: records in, verdicts out.
 
-A proportion of two rows of the same part of a run is the median over the rounds, with the interval of paired samples;
-of rows that were not measured in turn each side is resampled on its own. A figure that the scenario derived comes with
+A proportion of two rows of the same part of a run is the median over the rounds, with the interval of paired samples.
+Of rows that were not measured in turn each side is resampled on its own, and rates are taken as shares of the ceilings
+of their own rounds: storage that is shared with others can be half as fast a minute later. Where the ceilings are not
+of one kind, such a claim stays undecided. A figure that the scenario derived comes with
 the interval that was derived with it, or with none, which leaves a claim undecided.
 """
 
@@ -56,6 +58,8 @@ class _Figure(NamedTuple):
     samples: Sequence[float | None]
     value: float
     interval: tuple[float, float] | None
+    #: Of a rate: each sample over the ceiling of its round.
+    shares: Sequence[float | None] = ()
 
     @property
     def counted(self) -> list[float]:
@@ -89,6 +93,13 @@ def judge(claim: Claim, made: Mapping[str, Made]) -> Judged:
     if claim.at_least is None and claim.at_most is None:
         return found._replace(verdict=SHOWN, reason="of other hardware")
     verdict, reason = _verdict(claim, found.interval)
+    if len(figures) == 2 and _apart(*figures):
+        limits = " and ".join(f"{figure.row.ceiling.get('gb_per_s') or 0:.3g}" for figure in figures)
+        if not _comparable(*figures):
+            return found._replace(
+                verdict=UNDECIDED, reason=f"{reason}; measured at different times, under ceilings of different kinds"
+            )
+        reason = f"{reason}; of shares of the ceilings, {limits} GB/s, since they were measured at different times"
     return found._replace(verdict=verdict, reason=reason)
 
 
@@ -133,6 +144,9 @@ def _value(figures: Sequence[_Figure]) -> tuple[float, tuple[float, float] | Non
         if not ratios:
             raise _Missing("no round counts for both rows")
         return stats.median(ratios), stats.bootstrap_ci95(ratios), stats.mad(ratios)
+    if _apart(first, second) and _comparable(first, second):
+        one, other = ([share for share in figure.shares if share is not None] for figure in (first, second))
+        return stats.median(one) / stats.median(other), stats.ratio_of_medians_ci95(other, one), None
     ratio = stats.median(first.counted) / stats.median(second.counted)
     return ratio, stats.ratio_of_medians_ci95(second.counted, first.counted), None
 
@@ -144,6 +158,15 @@ def _together(one: Record, other: Record) -> bool:
         and one.config.get("scenario") == other.config.get("scenario")
         and len(one.samples_s) == len(other.samples_s)
     )
+
+
+def _apart(one: _Figure, other: _Figure) -> bool:
+    """Whether two rates were measured at different times."""
+    return bool(one.shares and other.shares) and not _together(one.row, other.row)
+
+
+def _comparable(one: _Figure, other: _Figure) -> bool:
+    return one.row.ceiling.get("kind") == other.row.ceiling.get("kind")
 
 
 def _figure(selector: Selector, made: Mapping[str, Made]) -> _Figure:
@@ -190,7 +213,7 @@ def _of(row: Record, selector: Selector) -> _Figure:
         return _sampled(row, [scale * seconds for seconds in row.samples_s])
     if figure in ("gb_per_s", "units_per_s"):
         amount = row.bytes / 1e9 if figure == "gb_per_s" else float(row.units)
-        return _sampled(row, [scale * amount / seconds for seconds in row.samples_s])
+        return _with_shares(_sampled(row, [scale * amount / seconds for seconds in row.samples_s]))
     if figure == "layer_s" and "short_s" in row.figures:
         columns = (row.samples_s, *(row.figures[name] for name in ("short_s", "short_layers", "long_layers")))
         rounds = zip(*columns, strict=True)
@@ -209,6 +232,14 @@ def _of(row: Record, selector: Selector) -> _Figure:
 def _sampled(row: Record, values: Sequence[float]) -> _Figure:
     counted = [None if NOT_COLD in labels else value for value, labels in zip(values, row.sample_labels, strict=True)]
     return _Figure(row, counted, stats.median([value for value in counted if value is not None]), None)
+
+
+def _with_shares(figure: _Figure) -> _Figure:
+    limits = figure.row.ceiling.get("samples") or []
+    if len(limits) != len(figure.samples) or not all(limits):
+        return figure
+    pairs = zip(figure.samples, limits, strict=True)
+    return figure._replace(shares=[None if sample is None else sample / limit for sample, limit in pairs])
 
 
 def _first_line(text: str | None) -> str:

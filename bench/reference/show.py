@@ -19,7 +19,10 @@ _COLOURS = {HOLDS: "green", FAILS: "red", UNDECIDED: "yellow", SHOWN: "default",
 _EXPLAINED = (
     "A claim holds where the whole 95 % interval of our figure agrees with what is asked for, and does not hold here "
     "where none of it does. Rates are decimal and of the hardware that is named: they are shown, not compared. "
-    "% of ceiling is what our row reaches of what this machine can do, measured in the same process."
+    "% of ceiling is what our row reaches of what this machine can do, measured in the same process. Routes that issue "
+    "each io from threads of Python (storage_gpu, storage_cpu, storage_cpu_gpu) are bounded by the interpreter below "
+    "some 256 KiB: what they say of small ios is of them, and not of the storage; engine_* and storage_cpu_aio are "
+    "native."
 )
 
 

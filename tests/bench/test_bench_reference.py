@@ -77,7 +77,22 @@ def test_rows_of_one_run_are_paired_round_by_round() -> None:
     paired["p"].rows[1].ceiling["samples"] = [49.0] * 5
     apart = claims.judge(claim(over=Selector("p", "slow"), at_least=1.9), paired)
     assert apart.verdict == UNDECIDED
-    assert apart.value == pytest.approx(2.0)
+    assert apart.value == pytest.approx(2.0 * 49 / 50), "of shares of ceilings that differ"
+
+
+def test_rates_of_different_times_are_taken_as_shares_of_their_ceilings() -> None:
+    # Storage that is half as fast when the second row is measured.
+    found = pair([20.0, 20.2, 19.8, 20.1, 19.9], [10.0, 10.1, 9.9, 10.0, 10.0])
+    found["p"].rows[0].ceiling["samples"] = [40.0] * 5
+    found["p"].rows[1].ceiling["samples"] = [20.0] * 5
+    asked = claim(over=Selector("p", "slow"), at_least=1.5)
+    judged = claims.judge(asked, found)
+    assert (judged.verdict, judged.value) == (FAILS, pytest.approx(1.0))
+    assert "shares of the ceilings" in judged.reason
+    found["p"].rows[1].ceiling["kind"] = "another"
+    judged = claims.judge(asked, found)
+    assert judged.verdict == UNDECIDED
+    assert "ceilings of different kinds" in judged.reason
 
 
 def test_too_few_samples_decide_nothing() -> None:
