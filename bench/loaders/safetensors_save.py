@@ -5,49 +5,38 @@ The library itself waits for nothing; without the fsync it would be timed for fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench import fsyncs
-from bench.loaders.base import Done, Job, Loader, Saving, need
+from bench.loaders.base import Job, need
+from bench.loaders.shard_files import ShardFiles
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class SafetensorsSave(Loader):
+class SafetensorsSave(ShardFiles):
     """No options: the library has none."""
 
-    verbs: ClassVar[frozenset[str]] = frozenset({"write"})
+    suffix: ClassVar[str] = ".safetensors"
 
     _library: Any = field(default=None, init=False, repr=False)
-    _job: Job | None = field(default=None, init=False, repr=False)
 
     def prepare(self, job: Job) -> None:
         self._library = need("safetensors.torch", "safetensors")
-        self._job = job
+        super().prepare(job)
 
-    def save(self, shards: Mapping[str, Mapping[str, torch.Tensor]], folder: Path) -> Saving:
-        for stem, tensors in shards.items():
-            path = folder / f"{stem}.safetensors"
-            self._library.save_file(dict(tensors), path)
-            fsyncs.file(path)
-        fsyncs.directory(folder)
-        return Done()
+    def write(self, tensors: dict[str, torch.Tensor], path: Path) -> None:
+        self._library.save_file(tensors, path)
 
-    def restore(self, folder: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        assert self._job is not None
-        found: dict[str, torch.Tensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            found.update(self._library.load_file(path, device=self._job.device))
+    def read(self, path: Path, device: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self._library.load_file(path, device=device)
         return found
 
     def delivers(self) -> str:
         return "owned" if self._job is not None and self._job.cuda else "file mapping"
 
     def route(self) -> str | None:
-        assert self._job is not None
-        return f"{'pageable copy of the GPU -> ' if self._job.cuda else ''}page cache, then fsync"
+        return f"{self.from_device()}page cache, then fsync"

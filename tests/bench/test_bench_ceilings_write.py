@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -79,15 +78,7 @@ def test_the_ceiling_writes_every_byte_and_waits_for_it(tmp_path: Path, monkeypa
     assert watch.count >= 2
 
 
-def test_without_o_direct_the_ceiling_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return opened(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
+def test_without_o_direct_the_ceiling_says_so(tmp_path: Path, no_direct: None) -> None:
     ceiling = DirectWrite(tmp_path, 3_000_000)
     assert ceiling.kind == "write_fsync"
     assert "O_DIRECT is refused here (Invalid argument)" in ceiling.describe()

@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from rich.console import Console
+from steady import Steady
 from test_bench_config import composed
 
-from bench import cache, ceilings, config, files, loaders, measure, record, report, run, scenarios
+from bench import cache, config, files, loaders, measure, record, report, run, scenarios
 from bench.config import BenchConfigError
 from bench.config_checkpoint import CheckpointConfig
 from bench.loaders.base import Done, Loader, Saving
@@ -51,16 +52,6 @@ def workload(directory: Path, scenario: CheckpointConfig = SMALL, *, keep: bool 
     chosen = files.choose(config.StorageConfig(str(directory), keep_files=keep), cuda=False, cold=False)
     with files.written(scenarios.plan(scenario, chosen, cold=False), keep=keep) as written:
         yield scenarios.build(scenario, written, "cpu")
-
-
-class Steady(ceilings.Ceiling):
-    kind = "steady"
-
-    def sample(self) -> float:
-        return 1.0
-
-    def describe(self) -> str:
-        return "always 1 GB/s"
 
 
 def measured(work: Any, rows: dict[str, Loader]) -> measure.Measurement:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from steady import Steady
 
 from bench import busy, config, device_bytes, environment, files, measure, nvml, record, scenarios
 from bench.config import BenchError
@@ -119,13 +120,6 @@ class Told(Counters):
         return Moved(next(self._reads), 0, None)
 
 
-class Steady:
-    kind = "steady"
-
-    def sample(self) -> float:
-        return 10.0
-
-
 @pytest.mark.parametrize("cold", [True, False])
 def test_a_cold_read_of_fewer_bytes_than_the_files_hold_is_labelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: bool
@@ -136,7 +130,7 @@ def test_a_cold_read_of_fewer_bytes_than_the_files_hold_is_labelled(
         size = workload.sample_bytes
         counters = Told([0, size, size // 2, 2 * size, size])
         runner = measure.Runner(
-            workload, {"x": Pread()}, Steady(), cold=cold, fresh_memory=False, counters=counters  # type: ignore[arg-type]
+            workload, {"x": Pread()}, Steady(), cold=cold, fresh_memory=False, counters=counters
         )  # fmt: skip
         outcome = runner.run(4, 30.0).outcomes["x"]
     assert outcome.status == "ok", outcome.reason

@@ -21,6 +21,7 @@ import torch
 from conftest import ROOT
 from rich.console import Console
 from safetensors.torch import load_file
+from steady import Steady
 
 from bench import config, files, loaders, measure, record, record_shards, report, scenarios
 from bench.ceilings import Ceiling, Overlap
@@ -32,16 +33,6 @@ EPOCH = config.EpochConfig(
     "loader_epoch", "epoch", sizes=[4096], batch_bytes=256 << 10, sample_seconds=0.1, sample_bytes=8 * MIB
 )
 POOL = np.random.default_rng(0).integers(0, 256, 99_998, dtype=np.uint8)
-
-
-class Steady(Ceiling):
-    kind = "steady"
-
-    def sample(self) -> float:
-        return 10.0
-
-    def describe(self) -> str:
-        return "always 10 GB/s"
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from steady import Steady
 
 from bench import aio, cache, ceilings, config, files, loaders, measure, record, report, run, scenarios
 from bench.loaders.base import Job, Loader, Unavailable
@@ -22,16 +23,6 @@ from bench.scenarios.base import VerificationError, Workload, consume
 MIB = 1 << 20
 READ = config.ScenarioConfig("load_model", "read")
 GATHER = config.ScenarioConfig("random_read", "gather", records=500)
-
-
-class Steady(ceilings.Ceiling):
-    kind = "steady"
-
-    def sample(self) -> float:
-        return 10.0
-
-    def describe(self) -> str:
-        return "always 10 GB/s"
 
 
 @dataclass

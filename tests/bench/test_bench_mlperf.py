@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from steady import Steady
 
 from bench import config, files, loaders, measure, ragged, record, report, results, run, scenarios
 from bench.ceilings import Ceiling, Overlap
@@ -47,16 +48,6 @@ def scenario(workload: WorkloadConfig, **changes: Any) -> MlperfConfig:
     given: dict[str, Any] = {"compute": [True], "sample_seconds": 0.05, "sample_bytes": 8 * MIB, "most_samples": 512}
     given["least_steps"] = 4
     return MlperfConfig("mlperf", "mlperf", workloads={"small": workload}, **(given | changes))
-
-
-class Steady(Ceiling):
-    kind = "steady"
-
-    def sample(self) -> float:
-        return 10.0
-
-    def describe(self) -> str:
-        return "always 10 GB/s"
 
 
 @dataclass(eq=False)

@@ -16,9 +16,10 @@ import pytest
 import torch
 from conftest import ROOT
 from rich.console import Console
+from steady import Steady
 
 from bench import config, files, loaders, measure, model, record, report, run, scenarios
-from bench.ceilings import Ceiling, Overlap
+from bench.ceilings import Overlap
 from bench.clock import Clock
 from bench.loaders.base import Job, Loader
 from bench.loaders.gdsstream_layers import Layers
@@ -31,19 +32,6 @@ PIPELINE = config.PipelineConfig(
     "pipeline", "pipeline", tokens=[16], short=4, long=12, moe=MOE, sample_seconds=60.0, max_seconds=20.0
 )
 TRAINING = config.TrainingConfig("training_step", "train", tokens=[16], layers=6, steps=2, rank=4, moe=MOE)
-
-
-class Steady(Ceiling):
-    kind = "steady"
-
-    def __init__(self, gb_per_s: float = 10.0) -> None:
-        self._rate = gb_per_s
-
-    def sample(self) -> float:
-        return self._rate
-
-    def describe(self) -> str:
-        return f"always {self._rate} GB/s"
 
 
 @pytest.fixture(scope="module")

@@ -152,18 +152,6 @@ def test_reports_say_that_the_files_were_on_a_network(tmp_path: Path) -> None:
 # ---- no O_DIRECT
 
 
-@pytest.fixture
-def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return opened(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
-
-
 @pytest.mark.usefixtures("no_direct")
 @pytest.mark.parametrize(("scenario", "kind"), [(READ, "preadv_cold"), (GATHER, "pread_cold_records")])
 def test_without_o_direct_a_cold_ceiling_says_so(tmp_path: Path, scenario: config.ScenarioConfig, kind: str) -> None:

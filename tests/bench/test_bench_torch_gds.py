@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 from collections.abc import Iterator
@@ -114,15 +113,9 @@ def test_the_cpu_is_refused(written: files.BenchFiles) -> None:
         TorchGds().check(Job(written.paths, written.data_bytes, "cpu"))
 
 
-def test_files_that_refuse_o_direct_are_the_reason(written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return opened(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
+def test_files_that_refuse_o_direct_are_the_reason(
+    written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch, no_direct: None
+) -> None:
     with pytest.raises(Unavailable, match=r"needs O_DIRECT, which .* refuses: Invalid argument"):
         prepared(written, monkeypatch)
 

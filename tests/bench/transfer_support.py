@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from steady import Steady
 
 from bench import files, loaders, measure, record, scenarios
-from bench.ceilings import Ceiling
 from bench.config import TransferConfig
 from bench.loaders.base import Loader
 from bench.scenarios.transfer import Transfer
@@ -21,16 +21,6 @@ BASE = TransferConfig(
     "transfer", "transfer", io_bytes=[64 * KIB], total_bytes=[MIB], threads=[2], depth=[2], registered=[False]
 )
 POOL = np.random.default_rng(0).integers(0, 256, 99_998, dtype=np.uint8)
-
-
-class Steady(Ceiling):
-    kind = "steady"
-
-    def sample(self) -> float:
-        return 10.0
-
-    def describe(self) -> str:
-        return "always 10 GB/s"
 
 
 @contextmanager
