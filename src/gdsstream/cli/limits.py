@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gdsstream.cli.output import Block, Cell, Column, Lines, Marked, Report, Status, Table, emit, json_option
+from gdsstream.cli.output import (
+    Block,
+    Cell,
+    Column,
+    Lines,
+    Marked,
+    Report,
+    Status,
+    Table,
+    device_option,
+    emit,
+    json_option,
+)
 
 if TYPE_CHECKING:
     from gdsstream.ceilings import Measured
@@ -15,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.command("limits")
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--device", metavar="DEVICE", help='"cpu", "cuda" or "cuda:N"; a GPU where there is one.')
+@device_option
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),

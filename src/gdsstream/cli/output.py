@@ -117,6 +117,12 @@ def json_option(function: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")(function)
 
 
+def device_option(function: Any) -> Any:
+    """The --device of commands that read to one."""
+    text = '"cpu", "cuda" or "cuda:N"; a GPU where there is one.'
+    return click.option("--device", metavar="DEVICE", help=text)(function)
+
+
 def _print(report: Report) -> None:
     # Rich takes 50 ms to import, which --help and --json need not wait for.
     from rich.console import Console
@@ -216,6 +222,7 @@ __all__ = [
     "Report",
     "Status",
     "Table",
+    "device_option",
     "emit",
     "json_option",
     "to_json",

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gdsstream.cli.output import Block, Cell, Column, Lines, Marked, Report, Status, Table, emit, json_option
+from gdsstream.cli.output import (
+    Block,
+    Cell,
+    Column,
+    Lines,
+    Marked,
+    Report,
+    Status,
+    Table,
+    device_option,
+    emit,
+    json_option,
+)
 
 if TYPE_CHECKING:
     from gdsstream.tune_path import Task, Tuned
@@ -20,7 +32,7 @@ _MIB = 2**20
 
 @click.command("tune")
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--device", metavar="DEVICE", help='"cpu", "cuda" or "cuda:N"; a GPU where there is one.')
+@device_option
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
