@@ -48,7 +48,7 @@ class ParallelWrite(Ceiling):
     def __init__(self, paths: Sequence[str], nbytes: int, sizes: Sequence[int] = _BLOCKS) -> None:
         self._paths = list(paths)
         self._nbytes = min(nbytes, sum(map(os.path.getsize, paths)))
-        self._direct = _takes_direct(self._paths[0])
+        self._direct = cache.refuses_direct(self._paths[0]) is None
         self.kind = "disk_o_direct_writes" if self._direct else "page_cache_writes"
         blocks = [block for block in sizes if block <= min(map(os.path.getsize, paths))] or [mmap.PAGESIZE]
         self._memory = mmap.mmap(-1, max(blocks))
@@ -128,7 +128,7 @@ def choose(workload: Workload, *, cold: bool) -> Ceiling:
 
 def _writes(paths: Sequence[str], nbytes: int, small: GatherRequest | None) -> Ceiling:
     threads = ParallelWrite(paths, nbytes, [small.length] if small is not None else _BLOCKS)
-    if not _takes_direct(paths[0]):
+    if cache.refuses_direct(paths[0]) is not None:
         return threads
     if small is not None:
         return _faster(threads, *_with_aio(lambda: DirectRecords(paths, small, write=True)))
@@ -159,18 +159,3 @@ def _faster(*candidates: Ceiling) -> Ceiling:
         if other is not chosen:
             other.close()
     return chosen
-
-
-def _takes_direct(path: str) -> bool:
-    """Whether a block of the file can be read with O_DIRECT; found by trying."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        with mmap.mmap(-1, mmap.PAGESIZE) as scratch, memoryview(scratch) as view:
-            return os.preadv(descriptor, [view], 0) > 0
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)

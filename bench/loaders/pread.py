@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from threading import Barrier, local
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench.full_io import move_full
 from bench.loaders import headers
 from bench.loaders.base import Job, Loader, Unavailable
 
@@ -101,7 +102,7 @@ class Pread(Loader):
 
         def read_share(share: range) -> None:
             for i in share:
-                _read_full(descriptors[files[i]], rows[i * length : (i + 1) * length], offsets[i])
+                move_full(descriptors[files[i]], rows[i * length : (i + 1) * length], offsets[i], write=False)
 
         try:
             step = -(-len(offsets) // self._threads)
@@ -136,20 +137,12 @@ class Pread(Loader):
 
         slots = self._local.slots
         if slots is None:
-            _read_full(descriptor, piece.numpy().data, offset)
+            move_full(descriptor, piece.numpy().data, offset, write=False)
             return
         self._local.turn ^= 1
         buffer, memory, free = slots[self._local.turn]
         free.synchronize()
-        _read_full(descriptor, memory[: piece.numel()], offset)
+        move_full(descriptor, memory[: piece.numel()], offset, write=False)
         with torch.cuda.stream(self._local.stream):
             piece.copy_(buffer[: piece.numel()], non_blocking=True)
             free.record()
-
-
-def _read_full(descriptor: int, into: memoryview, offset: int) -> None:
-    while into:
-        count = os.preadv(descriptor, [into], offset)
-        if count == 0:
-            raise OSError(f"the file ends at byte {offset}, {len(into)} bytes early")
-        into, offset = into[count:], offset + count

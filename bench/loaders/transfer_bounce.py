@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.full_io import move_full
 from bench.loaders.base import Job
-from bench.loaders.transfer_route import Route, Threads, move_full, need_gpu
+from bench.loaders.transfer_route import Route, Threads, need_gpu
 from bench.transfer_memory import host_memory
 
 if TYPE_CHECKING:

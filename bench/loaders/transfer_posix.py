@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from bench.loaders.transfer_route import Route, Threads, move_full
+from bench.full_io import move_full
+from bench.loaders.transfer_route import Route, Threads
 
 if TYPE_CHECKING:
     from bench.transfer_ops import Ops

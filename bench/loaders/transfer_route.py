@@ -239,18 +239,6 @@ class Threads:
         self._pool.shutdown()
 
 
-def move_full(descriptor: int, memory: Any, offset: int, *, write: bool) -> None:
-    """Read or write all of `memory` at `offset`. Raises OSError, also where a file ends early."""
-    call = os.pwritev if write else os.preadv
-    while True:
-        count = call(descriptor, [memory], offset)
-        if count == len(memory):
-            return
-        if count == 0:
-            raise OSError(f"the file ends at byte {offset}, {len(memory)} bytes early")
-        memory, offset = memory[count:], offset + count
-
-
 def _open(paths: tuple[str, ...], *, write: bool, direct: bool) -> list[int]:
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     found: list[int] = []
