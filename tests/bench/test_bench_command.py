@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from runs import running
 
 from bench import record
 
@@ -47,26 +47,13 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        command(tmp_path, "scenario.rounds=100000", "scenario.max_seconds=200", "storage.file_bytes=2000000"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("gdsstream-bench-*/*.index.json")):
-            assert time.monotonic() < deadline, "no files were written"
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.05)
+    long = command(tmp_path, "scenario.rounds=100000", "scenario.max_seconds=200", "storage.file_bytes=2000000")
+    with running(
+        long, lambda: list(tmp_path.glob("gdsstream-bench-*/*.index.json")), "no files were written"
+    ) as process:
         time.sleep(0.5)
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            process.kill()
     # Python ends itself by SIGINT where the interrupt passed through an exec of a string, as in an import.
     assert process.returncode in (130, -signal.SIGINT), output
     assert list(tmp_path.glob("gdsstream-bench-*")) == []
@@ -76,24 +63,10 @@ def test_an_interrupted_run_leaves_no_files(tmp_path: Path, number: signal.Signa
 def test_an_interrupted_run_keeps_what_was_complete(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     overrides = ["experiment=pipeline_smoke", "loader=[stream_staged]", "scenario.tokens=[16,32,64,128,256]"]
-    process = subprocess.Popen(
-        command(tmp_path, *overrides, "scenario.rounds=60", "scenario.max_seconds=3"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not rows.exists():
-            assert time.monotonic() < deadline, "no part was complete"
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.05)
+    long = command(tmp_path, *overrides, "scenario.rounds=60", "scenario.max_seconds=3")
+    with running(long, rows.exists, "no part was complete", limit_s=120) as process:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            process.kill()
     assert "interrupted" in output
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     assert 1 <= len(found) < 5

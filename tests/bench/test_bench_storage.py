@@ -10,15 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from record_rows import row
 from rich.console import Console
+from runs import running
 from test_bench_files import on_disk  # noqa: F401
 
 from bench import cache, ceilings, config, environment, files, report, report_md, run, scenarios
@@ -260,25 +259,12 @@ def saving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     where = [f"hydra.run.dir={tmp_path}/hydra", f"storage.dir={tmp_path}", f"output={tmp_path}/rows.jsonl"]
     long = ["scenario.rounds=100000", "scenario.max_seconds=200", "loader=[safetensors_save,gdsstream_save_async]"]
     command = [sys.executable, "-m", "bench.run", "experiment=checkpoint_smoke", "device=cpu", *where, *long]
-    process = subprocess.Popen(
+    with running(
         command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("gdsstream-bench-*/checkpoint-8b/*/*.safetensors")):
-            assert time.monotonic() < deadline, "no checkpoint was written"
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.01)
+        lambda: list(tmp_path.glob("gdsstream-bench-*/checkpoint-8b/*/*.safetensors")),
+        "no checkpoint was written",
+    ) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
