@@ -37,7 +37,7 @@ def command(
 
     A process counts if GDSSTREAM_STATS=1, 2 or 3 is in its environment, or stats= in its StreamConfig. Level 1 has
     operations, bytes, bandwidth, latency, errors and retries; level 2 also size histograms and latency percentiles;
-    level 3 also each device and route. Costs less than 1 %.
+    level 3 also each device and route. The cost is too small to measure (docs/performance.md).
 
     Without PID, the only process of yours that counts, or a list of them. What --json prints can be read as a REPORT
     later, and so can the file that gdsstream.stats.process_stats().save(path) writes.
