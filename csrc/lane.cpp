@@ -101,14 +101,20 @@ bool Lane::start_threads_locked() {
 
 bool Lane::busy() const {
     std::lock_guard lock(mutex_);
-    return !queue_.empty() || open_ != nullptr;
+    return !queue_.empty() || open_ != nullptr || next_ != nullptr;
 }
 
 bool Lane::claim(Part& part, bool wait) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        if (hand_out(part)) return true;
-        if (!opening_ && !queue_.empty()) {
+        if (hand_out(part)) {
+            if (due_ahead()) {
+                make_next(lock);
+                changed_.notify_all();
+            }
+            return true;
+        }
+        if (!opening_ && (next_ != nullptr || !queue_.empty())) {
             if (!open_next(lock, wait)) return false;
             continue;
         }
@@ -131,7 +137,12 @@ bool Lane::hand_out(Part& part) {
     return true;
 }
 
-bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
+bool Lane::due_ahead() const {
+    return !opening_ && next_ == nullptr && !queue_.empty() && threads_.size() > 1 &&
+           (open_ == nullptr || 2 * handed_out_ >= open_->reads.size());
+}
+
+void Lane::make_next(std::unique_lock<std::mutex>& lock) {
     Queued& front = queue_.front();
     const Task task = front.tasks[front.next];
     const std::shared_ptr<Transfer> transfer = front.transfer;
@@ -140,39 +151,58 @@ bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
     lock.unlock();
 
     std::shared_ptr<Work> work;
-    bool over = transfer->aborted();
-    if (!over) {
-        try {
-            CutRules rules = rules_;
-            rules.read_bytes = part_bytes;
-            work = open_work(transfer, task, config_, rules, *shared_, may_wait);
-            // Mapped files need no reads: there is nothing to hand out.
-            if (work != nullptr && work->reads.empty()) {
-                work->copied = copied_;
-                finish_reads(*work, 0, *shared_);
-            }
-        } catch (const std::exception& error) {
-            transfer->fail(as_error(error));
-            over = true;
-        }
-        if (over) retire(*transfer, task, *shared_);
-    } else {
-        retire(*transfer, task, *shared_);
+    try {
+        CutRules rules = rules_;
+        rules.read_bytes = part_bytes;
+        if (!transfer->aborted()) work = make_work(transfer, task, config_, rules, *shared_);
+    } catch (const std::exception& error) {
+        transfer->fail(as_error(error));
     }
+    if (work == nullptr) retire(*transfer, task, *shared_);
 
     lock.lock();
     opening_ = false;
-    if (work == nullptr && !over) {
-        // Somebody who can afford to wait for a slot should try.
-        changed_.notify_one();
-        return false;
-    }
-    // Only the opener takes tasks off, and others only append: the front is still the same.
+    // Only who is opening takes tasks off, and others only append: the front is still the same.
     if (++queue_.front().next == queue_.front().tasks.size()) queue_.pop_front();
-    if (work != nullptr && !work->reads.empty()) {
-        open_ = std::move(work);
+    next_ = std::move(work);
+    next_part_bytes_ = part_bytes;
+}
+
+bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
+    if (next_ == nullptr) make_next(lock);
+    const std::shared_ptr<Work> work = next_;
+    bool open = false;
+    if (work != nullptr) {
+        opening_ = true;
+        lock.unlock();
+        bool over = work->transfer->aborted();
+        if (!over) {
+            try {
+                open = take_slot(work, *shared_, may_wait);
+                // Mapped files need no reads: there is nothing to hand out.
+                if (open && work->reads.empty()) {
+                    work->copied = copied_;
+                    finish_reads(*work, 0, *shared_);
+                }
+            } catch (const std::exception& error) {
+                work->transfer->fail(as_error(error));
+                over = true;
+            }
+        }
+        if (over) retire(*work->transfer, work->task, *shared_);
+        lock.lock();
+        opening_ = false;
+        if (!open && !over) {
+            // Somebody who can afford to wait for a slot should try.
+            changed_.notify_one();
+            return false;
+        }
+        next_.reset();
+    }
+    if (open && !work->reads.empty()) {
+        open_ = work;
         handed_out_ = 0;
-        part_bytes_ = part_bytes;
+        part_bytes_ = next_part_bytes_;
     }
     changed_.notify_all();
     return true;
@@ -181,11 +211,13 @@ bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
 void Lane::stop() {
     std::vector<std::thread> threads;
     {
+        const auto close = [](Transfer& transfer) {
+            transfer.fail(Error(ErrorKind::closed, "the engine was closed while a transfer was under way"));
+        };
         std::lock_guard lock(mutex_);
         stopping_ = true;
-        for (Queued& queued : queue_) {
-            queued.transfer->fail(Error(ErrorKind::closed, "the engine was closed while a transfer was under way"));
-        }
+        if (next_ != nullptr) close(*next_->transfer);
+        for (Queued& queued : queue_) close(*queued.transfer);
         threads.swap(threads_);
     }
     changed_.notify_all();

@@ -1,8 +1,9 @@
 // A lane: the tasks that one kind of Reader works off, and the threads that do it.
 //
 // Transfers queue up first come, first served. A task fills a slot of many megabytes, so that the copy out of it is
-// large; the workers take it in parts, so that the slot is filled by all of them at once. Threads start with the first
-// task: a lane that is never used costs nothing.
+// large; the workers take it in parts, so that the slot is filled by all of them at once. While one is handed out, the
+// lists of the next are made, which takes long where its reads are small; its slot is taken when it is its turn.
+// Threads start with the first task: a lane that is never used costs nothing.
 #pragma once
 
 #include <condition_variable>
@@ -58,6 +59,10 @@ class Lane {
     // false: fewer than configured, since the system gives no more.
     bool start_threads_locked();
     bool hand_out(Part& part);
+    // Whether the next task's lists should be made while the open one is still being handed out.
+    bool due_ahead() const;
+    // Takes a task off the queue and makes its lists, without the lock, which it takes again.
+    void make_next(std::unique_lock<std::mutex>& lock);
     // Opens the next task without the lock, which it takes again. false: no slot is free now.
     bool open_next(std::unique_lock<std::mutex>& lock, bool may_wait);
 
@@ -68,7 +73,9 @@ class Lane {
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<Queued> queue_;
-    bool opening_ = false;  // some worker is opening the next task
+    bool opening_ = false;        // some worker makes or opens the next task
+    std::shared_ptr<Work> next_;  // made; not open yet
+    std::uint64_t next_part_bytes_ = 0;
     std::shared_ptr<Work> open_;
     std::size_t handed_out_ = 0;  // reads of open_
     std::uint64_t part_bytes_ = 0;

@@ -18,9 +18,10 @@ struct Work;
 struct ReadOp {
     File* file = nullptr;
     std::uint64_t offset = 0;
-    std::uint64_t bytes = 0;   // to ask for; O_DIRECT widens it past what is wanted
-    std::uint64_t wanted = 0;  // bytes that have to arrive; fewer is an error
-    std::byte* data = nullptr;
+    std::uint64_t bytes = 0;    // to ask for; O_DIRECT widens it past what is wanted
+    std::uint64_t wanted = 0;   // bytes that have to arrive; fewer is an error
+    std::uint64_t place = 0;    // in its work's slot, or the address itself where there is none
+    std::byte* data = nullptr;  // known when the read is started
     Work* owner = nullptr;
     unsigned segment = 0;          // of the staging ring, for fixed buffers
     bool staged = false;           // data lies in the staging ring

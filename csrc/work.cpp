@@ -32,18 +32,11 @@ void compact(std::vector<CopySpan>& copies) {
     if (!copies.empty()) copies.resize(kept + 1);
 }
 
-// Gives its slot back unless the work took it over: making the lists may fail for want of memory.
-struct HeldSlot {
-    StagingRing& ring;
-    Slot* slot = nullptr;
-
-    ~HeldSlot() {
-        if (slot != nullptr) ring.release(slot);
-    }
-};
-
 void deliver(Work& work, Shared& shared) {
-    if (work.slot != nullptr) compact(work.copies);
+    if (work.slot != nullptr) {
+        for (CopySpan& copy : work.copies) copy.source += reinterpret_cast<std::uintptr_t>(work.slot->data);
+        compact(work.copies);
+    }
     shared.sink->copy(work.copies, work.transfer->channel());
     std::uint64_t bytes = 0;
     for (const CopySpan& copy : work.copies) bytes += copy.bytes;
@@ -96,16 +89,13 @@ void settle(Work& work, Shared& shared) {
 
 }  // namespace
 
-std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
-                                const CutRules& rules, Shared& shared, bool may_wait) {
+std::shared_ptr<Work> make_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
+                                const CutRules& rules, Shared& shared) {
     const Transfer::Lists& lists = transfer->lists();
-    const bool in_place = shared.sink->takes_reads_in_place() && !lane.direct;
     auto work = std::make_shared<Work>();
     work->task = task;
     std::vector<ReadSpan> spans;
-    std::uint64_t base = 0;
-    HeldSlot held{*shared.ring};
-    if (in_place) {
+    if (shared.sink->takes_reads_in_place() && !lane.direct) {
         expand_in_place(lists.extents, task, rules, spans);
     } else if (lane.reader == ReaderKind::mapped) {
         expand_mapped(lists.extents, task, work->copies);
@@ -114,12 +104,8 @@ std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& 
             copy.source = reinterpret_cast<std::uintptr_t>(source);
         }
     } else {
-        work->slot = may_wait ? shared.ring->acquire() : shared.ring->try_acquire();
-        if (work->slot == nullptr) return nullptr;
-        held.slot = work->slot;
-        base = reinterpret_cast<std::uintptr_t>(work->slot->data);
+        work->staged = true;
         expand_staged(lists.extents, task, rules, spans, work->copies);
-        for (CopySpan& copy : work->copies) copy.source += base;
     }
     work->reads.reserve(spans.size());
     for (const ReadSpan& span : spans) {
@@ -128,17 +114,32 @@ std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& 
         op.offset = span.offset;
         op.bytes = span.bytes;
         op.wanted = span.wanted;
-        op.data = reinterpret_cast<std::byte*>(base + span.place);
+        op.place = span.place;
         op.owner = work.get();
-        op.segment = work->slot != nullptr ? work->slot->segment : 0;
-        op.staged = work->slot != nullptr;
         work->reads.push_back(op);
     }
     work->left = work->reads.size();
     work->transfer = std::move(transfer);
-    work->alive = work;
-    held.slot = nullptr;
     return work;
+}
+
+bool take_slot(const std::shared_ptr<Work>& work, Shared& shared, bool may_wait) {
+    if (work->staged) {
+        work->slot = may_wait ? shared.ring->acquire() : shared.ring->try_acquire();
+        if (work->slot == nullptr) return false;
+    }
+    work->alive = work;
+    return true;
+}
+
+void place_read(const Work& work, ReadOp& op) {
+    if (work.slot != nullptr) {
+        op.data = work.slot->data + op.place;
+        op.segment = work.slot->segment;
+        op.staged = true;
+    } else {
+        op.data = reinterpret_cast<std::byte*>(op.place);
+    }
 }
 
 void retire(Transfer& transfer, const Task& task, Shared& shared) {

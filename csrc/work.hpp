@@ -59,9 +59,10 @@ struct Shared {
 struct Work {
     std::shared_ptr<Transfer> transfer;
     Task task;
-    Slot* slot = nullptr;
+    bool staged = false;   // its reads land in a slot
+    Slot* slot = nullptr;  // taken when it is opened
     std::vector<ReadOp> reads;
-    std::vector<CopySpan> copies;  // sources are addresses here
+    std::vector<CopySpan> copies;  // sources lie in the slot, or are addresses where there is none
     std::atomic<std::size_t> left{0};
     std::atomic<bool> failed{false};
     Tally* copied = nullptr;  // where its copies are counted: those of work without reads
@@ -69,10 +70,16 @@ struct Work {
     std::shared_ptr<Work> alive;
 };
 
-// Makes the reads and copies of `task`. nullptr: it needs a slot and none is free (only without `may_wait`).
+// Makes the reads and copies of `task`.
+std::shared_ptr<Work> make_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
+                                const CutRules& rules, Shared& shared);
+
+// The work is ready to be read. false: it needs a slot and none is free (only without `may_wait`).
 // Throws Error(memory | cuda) where no slot can be had at all; the task is then not retired.
-std::shared_ptr<Work> open_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
-                                const CutRules& rules, Shared& shared, bool may_wait);
+bool take_slot(const std::shared_ptr<Work>& work, Shared& shared, bool may_wait);
+
+// Where the bytes of a read go, which is known once the work has its slot.
+void place_read(const Work& work, ReadOp& op);
 
 // A task that was queued is over, read or not.
 void retire(Transfer& transfer, const Task& task, Shared& shared);

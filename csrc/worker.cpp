@@ -112,6 +112,7 @@ void Worker::start_next_read() {
     bool skip = work.failed || work.transfer->aborted();
     if (!skip) {
         ReadOp& op = work.reads[part_.next];
+        place_read(work, op);
         note_start(op);
         try {
             reader_->start(op);
