@@ -104,6 +104,12 @@ std::vector<Extent> to_records(const Array<std::int32_t>& file, const Array<std:
     return extents;
 }
 
+// Goes with the interpreter's lock held, which is why Quarantine lets go of owners only where it is told to.
+std::shared_ptr<void> to_owner(nb::object keep) {
+    if (keep.is_none()) return nullptr;
+    return std::make_shared<nb::object>(std::move(keep));
+}
+
 ReaderKind to_reader(const std::string& name) {
     if (name == "pread") return ReaderKind::pread;
     if (name == "io_uring") return ReaderKind::uring;
@@ -228,12 +234,20 @@ NB_MODULE(_native, m) {
         nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("faults") = "",
         nb::arg("ledger") = nb::none());
 
-    nb::class_<Transfer>(m, "Transfer")
-        .def("wait", &Transfer::wait, nb::arg("group"), nb::arg("seconds"), Release())
-        .def("order_before", &Transfer::order_before, nb::arg("group"), nb::arg("stream"), Release())
-        .def("cancel", &Transfer::cancel, Release())
-        .def("drained", &Transfer::drained, Release())
-        .def_prop_ro("nbytes", &Transfer::bytes);
+    nb::class_<TransferHandle>(m, "Transfer")
+        .def(
+            "wait", [](TransferHandle& self, int group, double seconds) { return self->wait(group, seconds); },
+            nb::arg("group"), nb::arg("seconds"), Release())
+        .def(
+            "order_before",
+            [](TransferHandle& self, int group, std::uintptr_t stream) { self->order_before(group, stream); },
+            nb::arg("group"), nb::arg("stream"), Release())
+        .def(
+            "cancel", [](TransferHandle& self) { self->cancel(); }, Release())
+        .def(
+            "drained", [](TransferHandle& self) { return self->drained(); }, Release())
+        .def("complete", &TransferHandle::complete)
+        .def_prop_ro("nbytes", [](const TransferHandle& self) { return self->bytes(); });
 
     nb::class_<Request>(m, "Request")
         .def(
@@ -259,22 +273,27 @@ NB_MODULE(_native, m) {
             nb::arg("cpus"), nb::arg("lanes"), nb::arg("process") = nb::none())
         .def(
             "submit",
-            [](Engine& engine, const Request& request, std::uintptr_t stream) {
+            [](Engine& engine, const Request& request, std::uintptr_t stream, nb::object keep) {
+                engine.quarantine().sweep();
+                const std::shared_ptr<void> owner = to_owner(std::move(keep));
                 const nb::gil_scoped_release release;
-                return engine.submit(request, stream);
+                return engine.submit(request, stream, owner);
             },
-            nb::arg("request"), nb::arg("stream"))
+            nb::arg("request"), nb::arg("stream"), nb::arg("keep").none())
         .def(
             "gather",
             [](Engine& engine, std::vector<std::shared_ptr<File>> files, std::vector<std::uint32_t> file_lane,
                const Array<std::int32_t>& file, const Array<std::int64_t>& offset, std::uint64_t record_bytes,
-               std::uint64_t target, std::uintptr_t stream) {
+               std::uint64_t target, std::uintptr_t stream, nb::object keep) {
+                engine.quarantine().sweep();
+                const std::shared_ptr<void> owner = to_owner(std::move(keep));
                 const nb::gil_scoped_release release;
                 std::vector<Extent> extents = to_records(file, offset, record_bytes, target);
-                return engine.submit(Request{std::move(files), std::move(file_lane), std::move(extents), 1}, stream);
+                return engine.submit(Request{std::move(files), std::move(file_lane), std::move(extents), 1}, stream,
+                                     owner);
             },
             nb::arg("files"), nb::arg("file_lane"), nb::arg("file"), nb::arg("offset"), nb::arg("record_bytes"),
-            nb::arg("target"), nb::arg("stream"))
+            nb::arg("target"), nb::arg("stream"), nb::arg("keep"))
         .def("prepare", &Engine::prepare, nb::arg("lane"), Release())
         .def(
             "map",
@@ -288,7 +307,19 @@ NB_MODULE(_native, m) {
                 engine.map(file, ranges, allow_copy);
             },
             nb::arg("file"), nb::arg("windows") = nb::none(), nb::kw_only(), nb::arg("allow_copy") = false, Release())
-        .def("close", &Engine::close, Release())
+        .def("close",
+             [](Engine& engine) {
+                 {
+                     const nb::gil_scoped_release release;
+                     engine.close();
+                 }
+                 engine.quarantine().clear();
+             })
+        .def("quarantined",
+             [](Engine& engine) {
+                 engine.quarantine().sweep();
+                 return engine.quarantine().size();
+             })
         .def("counters", &Engine::counters)
         .def("ring_wait_us", &Engine::ring_wait_us)
         .def("take_notes", &Engine::take_notes)

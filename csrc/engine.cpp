@@ -111,7 +111,7 @@ void Engine::check_usable() const {
     if (closed_) throw Error(ErrorKind::closed, "the engine is closed; open another one");
 }
 
-std::shared_ptr<Transfer> Engine::submit(Request request, std::uintptr_t stream) {
+TransferHandle Engine::submit(Request request, std::uintptr_t stream, std::shared_ptr<void> owner) {
     check_usable();
     auto& [files, file_lane, extents, groups] = request;
     if (groups == 0 || file_lane.size() != files.size()) {
@@ -136,6 +136,7 @@ std::shared_ptr<Transfer> Engine::submit(Request request, std::uintptr_t stream)
     lists.extents = std::move(extents);
 
     const unsigned channel = shared_->sink->order_after(stream);
+    TransferHandle handle(quarantine_, std::move(owner));
     auto transfer = std::make_shared<Transfer>(shared_->sink, channel, std::move(lists));
     std::vector<std::vector<Task>> tasks(lanes_.size());
     std::vector<std::uint64_t> tasks_of_group(groups, 0);
@@ -150,8 +151,11 @@ std::shared_ptr<Transfer> Engine::submit(Request request, std::uintptr_t stream)
         for (const Extent& extent : transfer->lists().extents) prefer_huge_pages(extent.target, extent.bytes);
     }
     transfer->expect(tasks_of_group);
+    // From here on bytes may arrive: where memory runs out between two lanes, the handle leaves it to the quarantine.
+    handle.begin(transfer);
+    ++shared_->counters.transfers;
     for (std::uint32_t i = 0; i < lanes_.size(); ++i) lanes_[i]->enqueue(transfer, std::move(tasks[i]));
-    return transfer;
+    return handle;
 }
 
 void Engine::map(File& file, const std::optional<std::vector<Range>>& windows, bool allow_copy) {
@@ -207,7 +211,8 @@ std::vector<std::string> Engine::take_notes() {
 
 std::map<std::string, std::uint64_t> Engine::counters() const {
     const Counters& c = shared_->counters;
-    std::map<std::string, std::uint64_t> result{{"reads", c.reads},
+    std::map<std::string, std::uint64_t> result{{"transfers", c.transfers},
+                                                {"reads", c.reads},
                                                 {"read_bytes", c.read_bytes},
                                                 {"copies", c.copies},
                                                 {"copied_bytes", c.copied_bytes},

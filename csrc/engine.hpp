@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda.hpp"
+#include "handle.hpp"
 #include "lane.hpp"
 #include "transfer.hpp"
 
@@ -43,9 +44,11 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // One transfer. `stream` is the CUDA stream on which the targets were allocated or last used (ignored on the CPU).
-    // Throws Error(config | changed | closed | forked).
-    std::shared_ptr<Transfer> submit(Request request, std::uintptr_t stream);
+    // One transfer. `stream` is the CUDA stream on which the targets were allocated or last used (ignored on the CPU);
+    // `owner` is what owns their memory. Throws Error(config | changed | closed | forked).
+    TransferHandle submit(Request request, std::uintptr_t stream, std::shared_ptr<void> owner);
+    // Where transfers wait that were given up.
+    Quarantine& quarantine() { return *quarantine_; }
 
     // Holds parts of a file in host memory (nullopt: all of it), registered for a GPU; `allow_copy`: as a pinned copy
     // where its own pages cannot be registered. Throws as File::map does.
@@ -74,6 +77,7 @@ class Engine {
     const pid_t pid_;
     std::shared_ptr<cuda::Device> device_;
     std::shared_ptr<Shared> shared_;
+    const std::shared_ptr<Quarantine> quarantine_ = std::make_shared<Quarantine>();
     std::vector<std::unique_ptr<Lane>> lanes_;
 
     mutable std::mutex mutex_;

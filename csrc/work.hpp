@@ -33,6 +33,7 @@ struct LaneConfig {
 };
 
 struct Counters {
+    std::atomic<std::uint64_t> transfers{0};
     std::atomic<std::uint64_t> reads{0};
     std::atomic<std::uint64_t> read_bytes{0};
     std::atomic<std::uint64_t> copies{0};

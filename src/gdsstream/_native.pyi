@@ -153,7 +153,11 @@ class Lane:
     ) -> None: ...
 
 class Transfer:
-    """Bytes under way. A group of -1 stands for all groups."""
+    """Bytes under way. A group of -1 stands for all groups.
+
+    Dropped before `complete` was called, it is cancelled, and what `submit` was given to keep stays alive until nothing
+    can be written to it any more. Given None, it goes on, and the caller keeps the destination alive.
+    """
 
     def wait(self, group: int, seconds: float) -> bool:
         """Whether the group has landed, waiting for at most `seconds`; raises the transfer's failure."""
@@ -164,6 +168,9 @@ class Transfer:
     def cancel(self) -> None: ...
     def drained(self) -> bool:
         """Whether nothing can write to the destination any more."""
+
+    def complete(self) -> None:
+        """All of it has landed, and the current stream waits for its copies: let go of what was kept."""
 
     @property
     def nbytes(self) -> int: ...
@@ -197,7 +204,7 @@ class Engine:
         lanes: Sequence[Lane],
         process: Activity | None = None,
     ) -> None: ...
-    def submit(self, request: Request, stream: int) -> Transfer: ...
+    def submit(self, request: Request, stream: int, keep: object | None) -> Transfer: ...
     def gather(
         self,
         files: Sequence[File],
@@ -207,6 +214,7 @@ class Engine:
         record_bytes: int,
         target: int,
         stream: int,
+        keep: object | None,
     ) -> Transfer: ...
     def prepare(self, lane: int) -> None:
         """Start a lane's threads and pin the whole staging ring, before the first transfer does."""
@@ -219,6 +227,9 @@ class Engine:
         """
 
     def close(self) -> None: ...
+    def quarantined(self) -> int:
+        """How many transfers were given up whose memory may still be written to."""
+
     def counters(self) -> dict[str, int]: ...
     def ring_wait_us(self) -> int: ...
     def take_notes(self) -> list[str]: ...

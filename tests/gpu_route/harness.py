@@ -153,7 +153,7 @@ class Bare:
             np.ascontiguousarray(table[:, 3]).astype(np.int32),
             max((extent.group for extent in extents), default=0) + 1,
         )
-        return self.engine.submit(request, stream)
+        return self.engine.submit(request, stream, None)
 
     def read(self, out: torch.Tensor, offset: int = 0, *, stream: int = 0) -> _native.Transfer:
         """Start to fill `out` with the file's bytes from `offset` on."""

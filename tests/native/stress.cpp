@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -118,13 +119,14 @@ struct Round {
     }
 };
 
-// A transfer with its destination, which stays allocated until nothing can write to it any more.
+// A transfer with its destination.
 struct Job {
-    std::shared_ptr<Transfer> transfer;
-    Bytes out;
+    std::optional<TransferHandle> transfer;
+    std::shared_ptr<Bytes> out;
     Bytes expected;
     std::uint32_t groups = 1;
     bool cancelled = false;
+    bool dropped = false;  // the engine keeps its destination
 };
 
 class Client {
@@ -145,15 +147,17 @@ class Client {
             }
             use(job);
             ++jobs_;
+            engine_.quarantine().sweep();
+            if (job.dropped) continue;
             given_up_.push_back(std::move(job));
-            std::erase_if(given_up_, [](const Job& other) { return other.transfer->drained(); });
+            std::erase_if(given_up_, [](const Job& other) { return (*other.transfer)->drained(); });
         }
     }
 
     // After the engine was closed: nothing is under way any more.
     void finish() {
         for (const Job& job : given_up_) {
-            if (!job.transfer->drained()) complain("a transfer is not drained although the engine was closed");
+            if (!(*job.transfer)->drained()) complain("a transfer is not drained although the engine was closed");
         }
         given_up_.clear();
     }
@@ -176,12 +180,12 @@ class Client {
             extent.target = total;
             total += extent.bytes;
         }
-        job.out.resize(total);
+        job.out = std::make_shared<Bytes>(total);
         job.expected.resize(total);
         for (Extent& extent : extents) {
             const Bytes& bytes = sources_[extent.file].bytes;
             std::copy_n(bytes.data() + extent.offset, extent.bytes, job.expected.data() + extent.target);
-            extent.target += reinterpret_cast<std::uintptr_t>(job.out.data());
+            extent.target += reinterpret_cast<std::uintptr_t>(job.out->data());
         }
         std::vector<std::uint32_t> lanes(files_.size());
         for (std::uint32_t& lane : lanes) lane = static_cast<std::uint32_t>(random_.below(round_.lanes));
@@ -197,26 +201,30 @@ class Client {
             engine_.map(*files[number], windows, true);
             lanes[number] = kMappedLane;
         }
-        job.transfer = engine_.submit(Request{std::move(files), lanes, std::move(extents), job.groups}, 0);
+        job.transfer.emplace(
+            engine_.submit(Request{std::move(files), lanes, std::move(extents), job.groups}, 0, job.out));
         return job;
     }
 
     void use(Job& job) {
         const std::uint64_t act = random_.below(100);
-        if (act < 15) return;  // dropped
+        if (act < 15) {
+            job.dropped = true;
+            return;
+        }
         if (act < 30) {
             std::this_thread::sleep_for(std::chrono::microseconds(random_.below(500)));
-            job.transfer->cancel();
+            (*job.transfer)->cancel();
             job.cancelled = true;
         }
         std::thread other;
-        if (act >= 90) other = std::thread([&job] { wait_quietly(*job.transfer); });
+        if (act >= 90) other = std::thread([&job] { wait_quietly(*job.transfer->transfer()); });
         try {
             if (act < 50) {
                 for (std::uint32_t group = job.groups; group-- > 0;) wait(job, static_cast<int>(group));
             }
             wait(job, -1);
-            job.transfer->order_before(-1, 0);
+            (*job.transfer)->order_before(-1, 0);
             check(job);
         } catch (const Error& error) {
             const bool expected = job.cancelled && error.kind() == ErrorKind::cancelled;
@@ -227,7 +235,7 @@ class Client {
 
     void wait(Job& job, int group) {
         const auto limit = Clock::now() + std::chrono::seconds(60);
-        while (!job.transfer->wait(group, random_.chance(50) ? 0.0001 : 0.05)) {
+        while (!(*job.transfer)->wait(group, random_.chance(50) ? 0.0001 : 0.05)) {
             if (Clock::now() < limit) continue;
             complain("neither landed nor failed within a minute: " + round_.text());
             std::abort();
@@ -243,8 +251,8 @@ class Client {
     }
 
     void check(const Job& job) {
-        while (!job.transfer->drained()) std::this_thread::sleep_for(std::chrono::microseconds(20));
-        if (job.out != job.expected) complain("wrong bytes: " + round_.text());
+        while (!(*job.transfer)->drained()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+        if (*job.out != job.expected) complain("wrong bytes: " + round_.text());
         ++right_;
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -64,13 +63,13 @@ class Request(NamedTuple):
 class NativeTransfer(Transfer):
     """A transfer of the native engine; see base.Transfer."""
 
-    def __init__(self, engine: NativeEngine, native: _native.Transfer, groups: int, keep: Sequence[object]) -> None:
+    _range: int | None = None
+
+    def __init__(self, engine: NativeEngine, native: _native.Transfer, groups: int) -> None:
         self._engine = engine
         self._native = native
         self._groups = groups
         self._pid = os.getpid()
-        self._keep: tuple[object, ...] | None = tuple(keep)
-        self._complete = False
         self._range = begin_range(engine.name, native)
 
     def wait(self, group: int | None = None, timeout_s: float | None = None) -> None:
@@ -87,8 +86,7 @@ class NativeTransfer(Transfer):
                 raise TimeoutError(f"the {what} is not complete after {timeout_s} s; wait again, or cancel it")
         self._native.order_before(number, current_stream(self._engine.device))
         if group is None:
-            self._complete = True
-            self._keep = None
+            self._native.complete()
             end_range(self._range)
             self._range = None
         self._engine.report_notes()
@@ -109,12 +107,7 @@ class NativeTransfer(Transfer):
         return self._pid != os.getpid() or self._native.drained()
 
     def __del__(self) -> None:
-        # Dropped before it was complete: what may still be written to has to stay allocated until it has drained.
-        keep = getattr(self, "_keep", None)
-        end_range(getattr(self, "_range", None))
-        if keep is not None and not self._complete and self._pid == os.getpid():
-            self._native.cancel()
-            self._engine.quarantine(self._native, keep)
+        end_range(self._range)
 
 
 class NativeEngine(Engine):
@@ -123,9 +116,6 @@ class NativeEngine(Engine):
     def __init__(self, device: torch.device, config: StreamConfig) -> None:
         super().__init__(device)
         self.config = config
-        self._lock = threading.Lock()
-        self._quarantined: list[tuple[_native.Transfer, Sequence[object]]] = []
-        self._transfers = 0
         self._lanes_used: set[int] = set()
         book = open_book(config.stats, self.name, str(device), ROUTES)
         self._lanes, self._lane_names = make_lanes(
@@ -253,9 +243,9 @@ class NativeEngine(Engine):
     def submit_request(self, request: Request, keep: Sequence[object], stream: int | None = None) -> NativeTransfer:
         """As `submit_to`."""
         self.check_usable()
-        self._sweep()
-        native = self._native.submit(request.native, current_stream(self.device) if stream is None else stream)
-        return self._started(native, request.groups, request.lanes, keep)
+        stream = current_stream(self.device) if stream is None else stream
+        native = self._native.submit(request.native, stream, tuple(keep))
+        return self._started(native, request.groups, request.lanes)
 
     def gather(
         self,
@@ -270,7 +260,6 @@ class NativeEngine(Engine):
         `out` is a contiguous uint8 tensor [n, record_bytes] on the engine's device.
         """
         opened = self.open(files)
-        self._sweep()
         native = self._native.gather(
             [file.native for file in opened],
             [file.lane for file in opened],
@@ -279,26 +268,13 @@ class NativeEngine(Engine):
             record_bytes,
             out.data_ptr(),
             current_stream(self.device),
+            out,
         )
-        return self._started(native, 1, _lanes_of(opened), [out])
+        return self._started(native, 1, _lanes_of(opened))
 
-    def _started(
-        self, native: _native.Transfer, groups: int, lanes: frozenset[int], keep: Sequence[object]
-    ) -> NativeTransfer:
-        self._transfers += 1
+    def _started(self, native: _native.Transfer, groups: int, lanes: frozenset[int]) -> NativeTransfer:
         self._lanes_used |= lanes
-        return NativeTransfer(self, native, groups, keep)
-
-    def quarantine(self, native: _native.Transfer, keep: Sequence[object]) -> None:
-        """Keep `keep` alive until nothing of the transfer can write to it any more."""
-        if not native.drained():
-            with self._lock:
-                self._quarantined.append((native, keep))
-
-    def _sweep(self) -> None:
-        if self._quarantined:
-            with self._lock:
-                self._quarantined = [entry for entry in self._quarantined if not entry[0].drained()]
+        return NativeTransfer(self, native, groups)
 
     @property
     def route(self) -> str:
@@ -322,10 +298,9 @@ class NativeEngine(Engine):
         the readers up; near 0 that storage did. Each lane counts for itself, so that two at once can add up to more.
         """
         check_process(self._pid, f"{self.name} engine")
-        self._sweep()
         counters: dict[str, int | float] = dict(self._native.counters())
         counters["bytes"] = counters["copied_bytes"] or counters["read_bytes"]
-        return {**counters, "transfers": self._transfers, "quarantined": len(self._quarantined)}
+        return {**counters, "quarantined": self._native.quarantined()}
 
     def ring_wait_us(self) -> int:
         return self._native.ring_wait_us()
@@ -341,8 +316,6 @@ class NativeEngine(Engine):
         self._closed = True
         self._native.close()
         self.report_notes()
-        with self._lock:
-            self._quarantined.clear()
 
 
 def _lanes_of(opened: Sequence[OpenFile]) -> frozenset[int]:
