@@ -64,6 +64,7 @@ class FakeKvikio(types.ModuleType):
         self.short_by = 0
         self.failure: Exception | None = None
         self.opened: list[str] = []
+        self.begun = 0
         self.registered: list[int] = []
         self.compat = True
         self.backends = {"GDS": 0, "POSIX": 0}
@@ -91,6 +92,7 @@ class FakeKvikio(types.ModuleType):
 
             def pread(self, buf: torch.Tensor, size: int, file_offset: int, task_size: int) -> FakeFuture:
                 assert buf.numel() == size
+                fake.begun += 1
                 target, fd = buf.numpy().data, self.fileno()
 
                 def read() -> int:

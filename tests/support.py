@@ -9,9 +9,9 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,3 +180,31 @@ def make_plan(
         buffer_bytes=buffer_bytes,
         num_groups=num_groups,
     )
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line or return event of one module."""
+
+    def __init__(self, module: Any, n: int) -> None:
+        self.left = n
+        self._file = module.__file__
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename != self._file:
+            return None
+        if event in ("line", "return"):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Whether there were so many events."""
+        sys.settrace(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        return self.left <= 0

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from fake_kvikio import FakeCounters, FakeKvikio
-from support import Source, make_plan
+from support import InterruptAt, Source, make_plan
 
-from gdsstream.engine import cufile
+from gdsstream.engine import cufile, cufile_transfer
 from gdsstream.engine.cufile import CuFileEngine
 from gdsstream.engine.kvikio_process import CuFileSettings
 from gdsstream.engine.traditional import TraditionalEngine
@@ -80,10 +80,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKvikio]:
     yield fake
     fake.gate.set()
     deadline = time.monotonic() + 10
-    while cufile._PARKED and time.monotonic() < deadline:
-        cufile._sweep()
+    while cufile_transfer.PARKED and time.monotonic() < deadline:
+        cufile_transfer.sweep()
         time.sleep(0.001)
-    assert not cufile._PARKED
+    assert not cufile_transfer.PARKED
 
 
 def fill(plan: Any) -> list[torch.Tensor]:
@@ -203,7 +203,7 @@ def test_a_cancelled_transfer_keeps_its_memory_until_the_last_read(fake: FakeKvi
     with pytest.raises(TransferCancelledError):
         transfer.wait(0)
     assert engine.stats()["in_flight"] == 1
-    assert cufile._PARKED[0].buffers[0] is buffers[0]
+    assert cufile_transfer.PARKED[0].buffers[0] is buffers[0]
     assert len(fake.registered) == 2
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -212,7 +212,7 @@ def test_a_cancelled_transfer_keeps_its_memory_until_the_last_read(fake: FakeKvi
     fake.gate.set()
     closing.join(10)
     assert not closing.is_alive()
-    assert not cufile._PARKED
+    assert not cufile_transfer.PARKED
     assert fake.registered == []
 
 
@@ -220,12 +220,38 @@ def test_a_dropped_transfer_and_engine_stay_until_the_last_read(fake: FakeKvikio
     fake.gate.clear()
     CuFileEngine("cpu").submit([source], two_groups, fill(two_groups))
     gc.collect()
-    assert len(cufile._PARKED) == 1
+    assert len(cufile_transfer.PARKED) == 1
     fake.gate.set()
     deadline = time.monotonic() + 10
-    while cufile._PARKED and time.monotonic() < deadline:
-        cufile._sweep()
-    assert not cufile._PARKED
+    while cufile_transfer.PARKED and time.monotonic() < deadline:
+        cufile_transfer.sweep()
+    assert not cufile_transfer.PARKED
+
+
+def test_an_interrupted_submit_parks_every_read_that_began(fake: FakeKvikio, source: Source, two_groups: Any):
+    began_to_read = n = 0
+    with CuFileEngine("cpu") as engine:
+        while True:
+            n += 1
+            fake.gate.clear()
+            before = fake.begun
+            buffers = fill(two_groups)
+            ended = not InterruptAt(cufile, n).run(lambda: engine.submit([source], two_groups, buffers))  # noqa: B023
+            began = fake.begun - before
+            kept = {id(one) for entry in cufile_transfer.PARKED for one in entry.arriving}
+            kept |= {id(read.future) for entry in cufile_transfer.PARKED for read in entry.reads}
+            assert len(kept) == began, f"at event {n}"
+            if began:
+                assert any(entry.buffers[0] is buffers[0] for entry in cufile_transfer.PARKED)
+            began_to_read += began
+            fake.gate.set()
+            deadline = time.monotonic() + 10
+            while engine.stats()["in_flight"] and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert not engine.stats()["in_flight"], f"never let go of, at event {n}"
+            if ended:
+                break
+    assert began_to_read > 10, f"{n} events, hardly any while reads were under way"
 
 
 def test_cancelling_what_is_complete_changes_nothing(fake: FakeKvikio, source: Source, two_groups: Any):

@@ -12,13 +12,11 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import random_bytes, source_of
+from support import InterruptAt, random_bytes, source_of
 
 import gdsstream
 from gdsstream.checkpoint import TensorSpec
@@ -27,34 +25,6 @@ from gdsstream.engine.base import Engine, Transfer
 from gdsstream.plan import plan_separate
 
 NBYTES = 1 << 20
-
-
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line or return event of one module."""
-
-    def __init__(self, module: Any, n: int) -> None:
-        self.left = n
-        self._file = module.__file__
-
-    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename != self._file:
-            return None
-        if event in ("line", "return"):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-    def run(self, call: Callable[[], object]) -> bool:
-        """Whether there were so many events."""
-        sys.settrace(self)
-        try:
-            call()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        return self.left <= 0
 
 
 def submit(engine: Engine, path: Path, out: torch.Tensor) -> Transfer:

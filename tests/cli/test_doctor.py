@@ -19,7 +19,7 @@ from fake_kvikio import FakeCounters, FakeKvikio
 
 from gdsstream import doctor, proofs
 from gdsstream.doctor import prove
-from gdsstream.engine import cufile
+from gdsstream.engine import cufile, cufile_transfer
 from gdsstream.engine.cufile import CuFileEngine
 from gdsstream.errors import ConfigError, ReadError
 from gdsstream.storage import describe
@@ -218,7 +218,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
     real = prove.prove
     monkeypatch.setattr(prove, "prove", lambda path, info: real(path, info, device="cpu"))
     yield Setup(kvikio, counters)
-    assert not cufile._PARKED
+    assert not cufile_transfer.PARKED
 
 
 def test_counted_direct_reads_are_a_proof(setup: Setup, file: Path, run_json: Callable[..., Any]):

@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <numeric>
-#include <optional>
 #include <random>
 #include <thread>
 
@@ -121,7 +120,7 @@ struct Round {
 
 // A transfer with its destination.
 struct Job {
-    std::optional<TransferHandle> transfer;
+    std::unique_ptr<TransferHandle> transfer;
     std::shared_ptr<Bytes> out;
     Bytes expected;
     std::uint32_t groups = 1;
@@ -201,7 +200,7 @@ class Client {
             engine_.map(*files[number], windows, true);
             lanes[number] = kMappedLane;
         }
-        job.transfer.emplace(
+        job.transfer = std::make_unique<TransferHandle>(
             engine_.submit(Request{std::move(files), lanes, std::move(extents), job.groups}, 0, job.out));
         return job;
     }

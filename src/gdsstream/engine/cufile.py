@@ -3,8 +3,7 @@
 Facts about kvikio that shape this file:
 
 - Its settings and cuFile's registered buffers belong to the process: `kvikio_process` shares them among engines.
-- A future cannot be called back. Every submission is therefore parked in a list of this module, with its buffers and
-  file handles, until kvikio has no part left to write, whatever becomes of the transfer or of the engine.
+- A future cannot be called back: cufile_transfer parks every submission until kvikio is through with it.
 - Its copies run on streams of its own, which know nothing of torch's: the destination's stream is drained by the host
   before the first read, and a read whose future is done has landed in device memory, so `wait` has no event to issue.
 - Which path a read takes is decided anew for each file (and, below kvikio's GDS threshold of 1 MiB, each read), and
@@ -14,12 +13,12 @@ Facts about kvikio that shape this file:
 
 from __future__ import annotations
 
+import operator
 import os
-import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -31,193 +30,20 @@ from gdsstream.engine.base import (
     SourceFile,
     Stamp,
     Transfer,
-    check_group,
-    check_process,
     check_unchanged,
     raise_read_error,
 )
-from gdsstream.engine.kvikio_process import Counters, CuFileSettings, ProcessSettings, Registrations, load_kvikio
+from gdsstream.engine.cufile_transfer import LOCK, PARKED, REGISTRATIONS, CuFileTransfer, Parked, Read, poll, sweep
+from gdsstream.engine.kvikio_process import Counters, CuFileSettings, ProcessSettings, load_kvikio
 from gdsstream.errors import (
     BackendUnavailableError,
     CudaError,
     ReadError,
-    ShortReadError,
-    TransferCancelledError,
 )
 from gdsstream.stats_registry import keep_book, open_book
 
 _MAX_OPEN_FILES = 256
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """One extent under way; `future` is None once its result was taken, since it can be asked only once."""
-
-    source: SourceFile
-    handle: Any
-    offset: int
-    nbytes: int
-    group: int
-    future: Any
-    started_ns: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Parked:
-    """Everything that kvikio may still use for one submission; kept here until it is through."""
-
-    owner: CuFileEngine
-    buffers: tuple[torch.Tensor, ...]
-    handles: list[Any] = field(default_factory=list)
-    reads: list[_Read] = field(default_factory=list)
-    registered: list[int] = field(default_factory=list)
-    submitting: bool = True
-    pid: int = field(default_factory=os.getpid)
-
-    def finished(self) -> bool:
-        while self.reads and (self.reads[-1].future is None or self.reads[-1].future.done()):
-            self.reads.pop()
-        return not self.submitting and not self.reads
-
-
-# Guards the list and every future in it: taking a result and asking whether it is there must not meet.
-_LOCK = threading.RLock()
-_PARKED: list[_Parked] = []
 _SETTINGS = ProcessSettings()
-_REGISTRATIONS = Registrations()
-
-
-def _sweep() -> None:
-    """Let go of the submissions, of whatever engine, that kvikio is through with."""
-    with _LOCK:
-        for parked in [entry for entry in _PARKED if entry.pid == os.getpid() and entry.finished()]:
-            _PARKED.remove(parked)
-            if parked.owner._book is not None:
-                parked.owner._book.activity.end()
-            for base in parked.registered:
-                _REGISTRATIONS.remove(base)
-
-
-class CuFileTransfer(Transfer):
-    """Futures of kvikio, collected extent by extent by whoever waits."""
-
-    def __init__(
-        self, num_groups: int, buffers: Sequence[torch.Tensor], on_read: Callable[[_Read, bool], None]
-    ) -> None:
-        self._pid = os.getpid()
-        # kvikio defers small reads to `get`, which writes long after the submission looks finished.
-        self._buffers = tuple(buffers)
-        self._queues: list[deque[_Read]] = [deque() for _ in range(num_groups)]
-        self._used: list[dict[str, _Read]] = [{} for _ in range(num_groups)]
-        self._left = set(range(num_groups))
-        self._error: Exception | None = None
-        self._on_read = on_read
-        self._futures: list[Any] = []
-
-    def add(self, read: _Read) -> None:
-        """Take on one more extent; `submit` only."""
-        self._queues[read.group].append(read)
-        self._futures.append(read.future)
-        self._used[read.group][read.source.path] = read
-
-    def fail(self, error: Exception) -> None:
-        """End the transfer with `error`, unless it has one."""
-        self._error = self._error or error
-        self._drop()
-
-    def wait(self, group: int | None = None, timeout_s: float | None = None) -> None:
-        check_process(self._pid, "transfer")
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if not _poll(lambda: self.done(group), deadline):
-            what = "transfer" if group is None else f"group {group}"
-            raise TimeoutError(f"the {what} is not complete after {timeout_s} s; it goes on, wait again or cancel it")
-        if self._error is not None:
-            raise self._error
-
-    def done(self, group: int | None = None) -> bool:
-        """As `Transfer.done`; a read below kvikio's GDS threshold may run here, since kvikio defers it to `get`."""
-        check_process(self._pid, "transfer")
-        check_group(group, len(self._queues))
-        with _LOCK:
-            groups = sorted(self._left) if group is None else sorted(self._left & {group})
-            try:
-                # In order, and no further than the first that is not there: the threads work in this order too.
-                return self._error is not None or all(self._collect(one) for one in groups)
-            except Exception as error:
-                self.fail(error)
-                return True
-
-    def cancel(self) -> None:
-        with _LOCK:
-            if self._left and self._error is None:
-                self.fail(TransferCancelledError("the transfer was cancelled; submit its plan again to get the bytes"))
-
-    def drained(self) -> bool:
-        if self._pid != os.getpid():
-            return True
-        with _LOCK:
-            self._futures = [future for future in self._futures if not future.done()]
-            return not self._futures
-
-    def _collect(self, group: int) -> bool:
-        """Take in what has landed of a group; True when that is all of it and its files are still the same."""
-        queue = self._queues[group]
-        while queue:
-            read = queue[0]
-            if not read.future.done():
-                return False
-            queue.popleft()
-            self._take(read)
-        for read in self._used[group].values():
-            check_unchanged(read.source, read.handle.fileno())
-        self._left.discard(group)
-        if not self._left:
-            self._drop()
-        return True
-
-    def _take(self, read: _Read) -> None:
-        try:
-            got = read.future.get()
-        except Exception as error:
-            self._on_read(read, False)
-            # kvikio reports a truncated file as a failed read; that it changed is the better reason.
-            check_unchanged(read.source, read.handle.fileno())
-            if "EOF" in str(error):
-                raise _short(read, "fewer") from error
-            raise_read_error(read.source, read.offset, read.nbytes, error)
-        finally:
-            read.future = None
-        if got != read.nbytes:
-            self._on_read(read, False)
-            check_unchanged(read.source, read.handle.fileno())
-            raise _short(read, str(got))
-        self._on_read(read, True)
-
-    def _drop(self) -> None:
-        for queue in self._queues:
-            queue.clear()
-        for used in self._used:
-            used.clear()
-        self._buffers = ()
-        _sweep()
-
-
-def _short(read: _Read, got: str) -> ShortReadError:
-    return ShortReadError(
-        f"{read.source.path} ends early: {read.nbytes} bytes wanted at offset {read.offset}, got {got}; "
-        "the file is truncated or the plan is not this file's"
-    )
-
-
-def _poll(ready: Callable[[], bool], deadline: float | None = None) -> bool:
-    """Sleep until `ready` or the deadline; in short naps, since only between them can a signal be handled."""
-    nap = 20e-6
-    while not ready():
-        if deadline is not None and time.monotonic() >= deadline:
-            return False
-        time.sleep(nap)
-        nap = min(2 * nap, 500e-6)
-    return True
 
 
 class CuFileEngine(Engine):
@@ -250,7 +76,7 @@ class CuFileEngine(Engine):
         self._handles: OrderedDict[str, tuple[Stamp, Any]] = OrderedDict()
         self._counts = {"transfers": 0, "reads": 0, "bytes": 0}
         self._counters: Counters | None = None
-        _sweep()  # a dropped engine lives on, and holds its settings, as long as it has something parked
+        sweep()  # a dropped engine lives on, and holds its settings, as long as it has something parked
         _SETTINGS.claim(self, self._settings, self._kvikio)
         self._compat = bool(self._kvikio.defaults.is_compat_mode_preferred())
         # Newer versions count for each read which backend took it. Process-wide: other users of kvikio count too.
@@ -296,23 +122,16 @@ class CuFileEngine(Engine):
 
     def submit(self, files: Sequence[SourceFile], plan: Extents, buffers: Sequence[torch.Tensor]) -> Transfer:
         self.check_submit(files, plan, buffers)
-        _sweep()
+        sweep()
         self._drain_stream()
-        parked = _Parked(self, tuple(buffers))
         transfer = CuFileTransfer(plan.num_groups, buffers, self._count_read)
-        with _LOCK:
-            _PARKED.append(parked)
-        if self._book is not None:
-            self._book.activity.begin()
-        self._counts["transfers"] += 1
         try:
             # A handle and a registration go to the current device's context.
             with torch.cuda.device(self.device):
-                self._start(files, plan, buffers, parked, transfer)
+                handles = {index: self._open(files[index]) for index in dict.fromkeys(plan.file.tolist())}
+                self._start(files, handles, plan, buffers, transfer)
         except ReadError as error:
             transfer.fail(error)
-        finally:
-            parked.submitting = False
         return transfer
 
     def close(self) -> None:
@@ -320,11 +139,16 @@ class CuFileEngine(Engine):
             return
         # Each step can be repeated, so that a close that Ctrl-C ended can be called again.
         self._closed = True
-        _poll(lambda: not self._in_flight())
+        poll(lambda: not self._in_flight())
         self._handles.clear()
         if self._monitor is not None:
             self._monitor.stop()
         _SETTINGS.release(self, self._kvikio)
+
+    def submission_ended(self) -> None:
+        """For cufile_transfer: kvikio is through with one of this engine's submissions."""
+        if self._book is not None:
+            self._book.activity.end()
 
     def stats(self) -> dict[str, int | float]:
         """`transfers`, `reads` (extents) and `bytes` that were collected; `in_flight` submissions; `open_files`;
@@ -333,39 +157,64 @@ class CuFileEngine(Engine):
             **self._counts,
             "in_flight": self._in_flight(),
             "open_files": len(self._handles),
-            "registered_bytes": _REGISTRATIONS.nbytes(),
+            "registered_bytes": REGISTRATIONS.nbytes(),
         }
 
     def _start(
         self,
         files: Sequence[SourceFile],
+        handles: dict[int, Any],
         plan: Extents,
         buffers: Sequence[torch.Tensor],
-        parked: _Parked,
         transfer: CuFileTransfer,
     ) -> None:
-        handles: dict[int, Any] = {}
-        for index in dict.fromkeys(plan.file.tolist()):
-            handle = self._open(files[index])
-            parked.handles.append(handle)
-            handles[index] = handle
         if not self._compat and self._counters is None:
             # Not earlier: cuFile has no statistics before kvikio opened its driver with the first file.
             self._counters = Counters()
+        parked = Parked(self, tuple(buffers), list(handles.values()))
+        # Until every read has begun, nobody may take the submission for one that is over.
+        with LOCK:
+            PARKED.append(parked)
+            if self._book is not None:
+                self._book.activity.begin()
+            self._counts["transfers"] += 1
+            self._issue(files, handles, plan, buffers, parked, transfer)
+
+    def _issue(
+        self,
+        files: Sequence[SourceFile],
+        handles: dict[int, Any],
+        plan: Extents,
+        buffers: Sequence[torch.Tensor],
+        parked: Parked,
+        transfer: CuFileTransfer,
+    ) -> None:
         if self._settings.register_buffers:
             self._register(buffers, parked)
         columns = (plan.file, plan.file_offset, plan.nbytes, plan.buffer, plan.buffer_offset, plan.group)
+        reads: list[Read] = []
+        calls: list[tuple[Any, ...]] = []
         for index, offset, nbytes, buffer, start, group in zip(*(column.tolist() for column in columns), strict=True):
-            if not nbytes:
-                continue
-            view = buffers[buffer][start : start + nbytes]
-            try:
-                future = handles[index].pread(view, nbytes, offset, self._settings.task_size_bytes)
-            except Exception as error:
-                raise_read_error(files[index], offset, nbytes, error)
-            read = _Read(files[index], handles[index], offset, nbytes, group, future, time.monotonic_ns())
+            if nbytes:
+                reads.append(Read(files[index], handles[index], offset, nbytes, group, None))
+                view = buffers[buffer][start : start + nbytes]
+                calls.append((handles[index].pread, view, nbytes, offset, self._settings.task_size_bytes))
+        failure: Exception | None = None
+        started_ns = time.monotonic_ns()
+        try:
+            # Without a step of the interpreter between them: Ctrl-C between the begin of a read and keeping its future
+            # would free the buffer under it.
+            parked.arriving.extend(starmap(operator.call, calls))
+        except Exception as error:
+            failure = error
+        for read, future in zip(reads, parked.arriving, strict=False):
+            read.future, read.started_ns = future, started_ns
             parked.reads.append(read)
             transfer.add(read)
+        if failure is not None:
+            refused = reads[len(parked.arriving)]
+            raise_read_error(refused.source, refused.offset, refused.nbytes, failure)
+        parked.arriving.clear()
 
     def _open(self, source: SourceFile) -> Any:
         """A handle for `source` as it was stamped; kept, since cuFile's registration of a file takes its time."""
@@ -396,14 +245,14 @@ class CuFileEngine(Engine):
         """
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
-        _poll(event.query)
+        poll(event.query)
 
-    def _register(self, buffers: Sequence[torch.Tensor], parked: _Parked) -> None:
+    def _register(self, buffers: Sequence[torch.Tensor], parked: Parked) -> None:
         for index, buffer in enumerate(buffers):
             if not buffer.numel():
                 continue
             try:
-                parked.registered.append(_REGISTRATIONS.add(self._kvikio, buffer))
+                parked.registered.append(REGISTRATIONS.add(self._kvikio, buffer))
             except Exception as error:
                 raise CudaError(
                     f"cuFile cannot register buffer {index} ({buffer.numel()} bytes): {error}; "
@@ -411,11 +260,11 @@ class CuFileEngine(Engine):
                 ) from error
 
     def _in_flight(self) -> int:
-        _sweep()
-        with _LOCK:
-            return sum(parked.owner is self for parked in _PARKED)
+        sweep()
+        with LOCK:
+            return sum(parked.owner is self for parked in PARKED)
 
-    def _count_read(self, read: _Read, landed: bool) -> None:
+    def _count_read(self, read: Read, landed: bool) -> None:
         if landed:
             self._counts["reads"] += 1
             self._counts["bytes"] += read.nbytes
