@@ -320,6 +320,7 @@ NB_MODULE(_native, m) {
                  engine.quarantine().sweep();
                  return engine.quarantine().size();
              })
+        .def("idle", &Engine::idle, Release())
         .def("counters", &Engine::counters)
         .def("ring_wait_us", &Engine::ring_wait_us)
         .def("take_notes", &Engine::take_notes)

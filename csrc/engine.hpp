@@ -47,6 +47,8 @@ class Engine {
     // One transfer. `stream` is the CUDA stream on which the targets were allocated or last used (ignored on the CPU);
     // `owner` is what owns their memory. Throws Error(config | changed | closed | forked).
     TransferHandle submit(Request request, std::uintptr_t stream, std::shared_ptr<void> owner);
+    // Whether nothing that was submitted can still write anywhere.
+    bool idle() const { return !shared_->activity.busy() && shared_->sink->idle(); }
     // Where transfers wait that were given up.
     Quarantine& quarantine() { return *quarantine_; }
 

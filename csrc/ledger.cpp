@@ -100,6 +100,11 @@ void Activity::end() {
     if (parent_ != nullptr) parent_->end();
 }
 
+bool Activity::busy() const {
+    std::lock_guard lock(mutex_);
+    return things_ > 0;
+}
+
 std::uint64_t Activity::microseconds() const {
     std::lock_guard lock(mutex_);
     const Clock::duration total = things_ == 0 ? total_ : total_ + (Clock::now() - since_);

@@ -107,6 +107,7 @@ class Activity : public std::enable_shared_from_this<Activity> {
 
     void begin(std::size_t things);
     void end();
+    bool busy() const;
     std::uint64_t microseconds() const;
 
   private:

@@ -183,16 +183,17 @@ def make_plan(
 
 
 class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line or return event of one module."""
+    """Raises KeyboardInterrupt at the n-th line or return event of some modules."""
 
-    def __init__(self, module: Any, n: int) -> None:
+    def __init__(self, n: int, *modules: Any) -> None:
         self.left = n
-        self._file = module.__file__
+        self._files = {module.__file__ for module in modules}
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename != self._file:
+        if frame.f_code.co_filename not in self._files:
             return None
-        if event in ("line", "return"):
+        # What the outermost call returns is the caller's to lose.
+        if event == "line" or (event == "return" and frame.f_back and frame.f_back.f_code.co_filename in self._files):
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt

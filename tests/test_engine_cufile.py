@@ -236,7 +236,7 @@ def test_an_interrupted_submit_parks_every_read_that_began(fake: FakeKvikio, sou
             fake.gate.clear()
             before = fake.begun
             buffers = fill(two_groups)
-            ended = not InterruptAt(cufile, n).run(lambda: engine.submit([source], two_groups, buffers))  # noqa: B023
+            ended = not InterruptAt(n, cufile).run(lambda: engine.submit([source], two_groups, buffers))  # noqa: B023
             began = fake.begun - before
             kept = {id(one) for entry in cufile_transfer.PARKED for one in entry.arriving}
             kept |= {id(read.future) for entry in cufile_transfer.PARKED for read in entry.reads}

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from layer_files import write_layers
 from support import InterruptAt, random_bytes, source_of
 
 import gdsstream
+from gdsstream import layers, residency, slots, sources
 from gdsstream.checkpoint import TensorSpec
 from gdsstream.engine import native
 from gdsstream.engine.base import Engine, Transfer
@@ -61,7 +63,7 @@ def test_an_interrupted_submit_keeps_its_destination_until_nothing_writes_to_it(
             transfers = engine.stats()["transfers"]
             out = torch.zeros(shape, dtype=torch.uint8)
             alive = weakref.ref(out)
-            if not InterruptAt(native, n).run(lambda: start(engine, path, out)):  # noqa: B023
+            if not InterruptAt(n, native).run(lambda: start(engine, path, out)):  # noqa: B023
                 break
             del out
             began = engine.stats()["transfers"] - transfers
@@ -74,3 +76,46 @@ def test_an_interrupted_submit_keeps_its_destination_until_nothing_writes_to_it(
                 time.sleep(0.001)
             assert alive() is None, f"never let go of, at event {n}"
     assert began_to_read >= 3, f"{n} events, none of them while reads were under way"
+
+
+def use(streamer: gdsstream.LayerStreamer, layer: int) -> dict[str, torch.Tensor]:
+    with streamer.layer(layer) as lease:
+        return {name: lease[name].clone() for name in lease}
+
+
+@pytest.mark.parametrize("act", ["lease", "release", "prefetch"])
+def test_a_streamer_that_was_interrupted_anywhere_goes_on(act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    write_layers(tmp_path / "model", 4)
+    modules = (layers, residency, slots, sources, native)
+    n = changed = 0
+    with gdsstream.LayerStreamer(
+        tmp_path / "model", device="cpu", num_slots=2, backend="staged", num_threads=2, faults="delay_us=300"
+    ) as streamer:
+        expected = [use(streamer, layer) for layer in range(4)]
+        while True:
+            n += 1
+            use(streamer, 3)
+            lease = streamer.layer(0) if act == "release" else None
+            interrupt = InterruptAt(n, *modules)
+            got: list[gdsstream.Lease] = []
+            if act == "lease":
+                more = interrupt.run(lambda: got.append(streamer.layer(2)))  # noqa: B023
+            elif lease is not None:
+                more = interrupt.run(lease.release)
+                lease.release()
+            else:
+                more = interrupt.run(lambda: streamer.prefetch(1))
+            for one in got:
+                one.release()
+            changed += streamer._interrupted
+            # Both slots can be leased at once, and every layer has its bytes.
+            with streamer.layer(1), streamer.layer(2):
+                pass
+            for layer in (0, 1, 2, 3):
+                for name, tensor in use(streamer, layer).items():
+                    assert torch.equal(tensor, expected[layer][name]), f"layer {layer}, {name}, event {n} of {act}"
+            assert all(slot.leases == 0 for slot in streamer._ring.slots), f"event {n} of {act}"
+            if not more:
+                break
+    assert changed > 10, f"{n} events, hardly any of which interrupted a change"

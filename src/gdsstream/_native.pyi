@@ -230,6 +230,9 @@ class Engine:
     def quarantined(self) -> int:
         """How many transfers were given up whose memory may still be written to."""
 
+    def idle(self) -> bool:
+        """Whether nothing that was submitted can still write anywhere."""
+
     def counters(self) -> dict[str, int]: ...
     def ring_wait_us(self) -> int: ...
     def take_notes(self) -> list[str]: ...

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -37,6 +37,15 @@ from gdsstream.telemetry import NOISE_S, Cause, Meter, StreamStats
 # What the host tier is chosen by before anything was measured: only the ratio matters.
 _ASSUMED_HOST_BYTES_PER_S = 50e9
 _ASSUMED_STORAGE_BYTES_PER_S = 5e9
+_POLL_S = 0.0005
+
+
+class _Leases(NamedTuple):
+    """What a slot's leases have to count behind a change that was interrupted, and the lease that it was to end."""
+
+    slot: Slot
+    leases: int
+    ending: Lease | None = None
 
 
 class LayerStreamer:
@@ -92,6 +101,8 @@ class LayerStreamer:
         self._lock = threading.RLock()
         self._meter = Meter()
         self._ring_wait_us = 0
+        self._interrupted = False
+        self._unsettled: list[_Leases] = []  # by interrupts
         declared = self._check_order(order)
         self._ring = SlotRing(num_slots, self.slot_bytes, self.device, debug=debug)
         self._sources = LayerSources(self.checkpoint, self._layouts, self.device, settings)
@@ -146,17 +157,26 @@ class LayerStreamer:
         started = time.perf_counter()
         layout = self._layout(layer)
         chosen = None if experts is None else frozenset(experts)
-        with self._lock:
-            self._check_usable()
-            slot = next((s for s in self._ring.slots if s.leases and s.holds(layer, chosen)), None)
-            cause: Cause | None = None
-            if slot is None:
-                slot, cause = self._residency.take(layer, chosen)
-            self._ring.lease(slot)
-            lease = Lease(self, slot, layout, cause)
-            self._residency.issue_ahead()
-            self._meter.spent(time.perf_counter() - started)
-            return lease
+        undo: _Leases | None = None
+        try:
+            with self._lock:
+                self._check_usable()
+                self._mend()
+                slot = next((s for s in self._ring.slots if s.leases and s.holds(layer, chosen)), None)
+                cause: Cause | None = None
+                if slot is None:
+                    slot, cause = self._residency.take(layer, chosen)
+                undo = _Leases(slot, slot.leases)
+                self._ring.lease(slot)
+                lease = Lease(self, slot, layout, cause)
+                self._residency.issue_ahead()
+                self._meter.spent(time.perf_counter() - started)
+                return lease
+        except GdsStreamError:
+            raise
+        except BaseException:
+            self._note_interrupt(undo)
+            raise
 
     def prefetch(self, layer: int) -> None:
         """Say that `layer` is used next; its read starts as soon as a slot is free for it."""
@@ -164,9 +184,7 @@ class LayerStreamer:
         with self._lock:
             self._check_usable()
             step = self._residency.step_of(layer)
-            if step is not None and step != self._residency.position:
-                self._residency.restart(step)
-            self._residency.issue_ahead()
+            self._plan_from(self._residency.position if step is None else step)
 
     def seek(self, step: int) -> None:
         """Go on from position `step` of the declared order."""
@@ -174,15 +192,14 @@ class LayerStreamer:
             raise ConfigError(f"step {step} is not in the order, which has {len(self.order.sequence)} uses")
         with self._lock:
             self._check_usable()
-            self._residency.restart(step)
-            self._residency.issue_ahead()
+            self._plan_from(step)
 
     def set_order(self, order: Order | str) -> None:
         """Declare another order and begin it at its first use. What the slots hold stays."""
+        declared = self._check_order(order)
         with self._lock:
             self._check_usable()
-            self._residency.restart(0, self._check_order(order))
-            self._residency.issue_ahead()
+            self._plan_from(0, declared)
 
     @property
     def order(self) -> Order:
@@ -223,8 +240,6 @@ class LayerStreamer:
         if self._pid != os.getpid():
             return
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             sources = getattr(self, "_sources", None)
             if sources is not None:
@@ -270,14 +285,59 @@ class LayerStreamer:
     def release(self, lease: Lease) -> None:
         started = time.perf_counter()
         with self._lock:
+            if self._closed:
+                lease.released = True
             if lease.released:
                 return
-            lease.released = True
-            if self._closed:
-                return
-            self._ring.release(lease.held)
-            self._residency.released()
-            self._meter.spent(time.perf_counter() - started)
+            redo: _Leases | None = None
+            try:
+                self._mend()
+                if lease.released:
+                    return
+                redo = _Leases(lease.held, lease.held.leases - 1, lease)
+                lease.released = True
+                self._ring.release(lease.held)
+                self._residency.released()
+                self._meter.spent(time.perf_counter() - started)
+            except BaseException:
+                self._note_interrupt(redo)
+                raise
+
+    def _plan_from(self, step: int, order: Order | None = None) -> None:
+        try:
+            self._mend()
+            if order is not None or step != self._residency.position:
+                self._residency.restart(step, order)
+            self._residency.issue_ahead()
+        except BaseException:
+            self._note_interrupt(None)
+            raise
+
+    def _note_interrupt(self, unsettled: _Leases | None) -> None:
+        if unsettled is not None:
+            self._unsettled.append(unsettled)
+        self._interrupted = True
+
+    def _mend(self) -> None:
+        """Go on behind an interrupt (Ctrl-C) that came anywhere in a change.
+
+        A lease that nobody got does not count, one that was to end has ended, and slots without leases are read anew.
+        """
+        if not self._interrupted:
+            return
+        for slot, leases, ending in self._unsettled:
+            slot.leases = leases
+            if ending is not None:
+                ending.released = True
+        # The transfer of a read that was just being submitted may be nobody's, or a traceback's.
+        while not self._sources.engine.idle():
+            time.sleep(_POLL_S)
+        for slot in self._ring.slots:
+            if not slot.leases:
+                self._ring.forget(slot)
+        self._residency.restart(self._residency.position)
+        self._unsettled.clear()
+        self._interrupted = False
 
     def _link_bound(self, blocked_s: float) -> bool:
         """Whether readers waited for staging slots, and so for the link, for most of the time that we were blocked."""

@@ -185,12 +185,22 @@ class SlotRing:
         """What was read into it is no good: nobody may count on it any more."""
         slot.layer = None
 
+    def forget(self, slot: Slot) -> None:
+        """What an unleased slot holds is not known any more, and nothing that was submitted writes to it."""
+        self._settle(slot)
+        slot.layer = None
+        self.fence(slot)
+
     def lease(self, slot: Slot) -> None:
         slot.leases += 1
 
     def release(self, slot: Slot) -> None:
         """The end of one lease. With the last, a fence is recorded on every stream that used the slot."""
         slot.leases -= 1
+        self.fence(slot)
+
+    def fence(self, slot: Slot) -> None:
+        """Put a fence behind every stream that used an unleased slot. Can be repeated."""
         if slot.leases or self._fence_stream is None:
             return
         for stream in slot.streams:

@@ -147,6 +147,11 @@ class Engine(ABC):
     def stats(self) -> dict[str, int | float]:
         """Counters since the engine was opened: at least `transfers`, `reads` and `bytes` (that have landed)."""
 
+    def idle(self) -> bool:
+        """Whether nothing that was submitted can still write to a buffer. Never blocks; true for engines that read
+        while they submit."""
+        return True
+
     def ring_wait_us(self) -> int:
         """How long reads have waited for staging slots so far, in microseconds; 0 for engines that cannot tell.
         As in `stats`, and cheap enough to be asked for each layer."""

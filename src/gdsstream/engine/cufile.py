@@ -259,6 +259,9 @@ class CuFileEngine(Engine):
                     "try register_buffers=False"
                 ) from error
 
+    def idle(self) -> bool:
+        return self._in_flight() == 0
+
     def _in_flight(self) -> int:
         sweep()
         with LOCK:

@@ -302,6 +302,9 @@ class NativeEngine(Engine):
         counters["bytes"] = counters["copied_bytes"] or counters["read_bytes"]
         return {**counters, "quarantined": self._native.quarantined()}
 
+    def idle(self) -> bool:
+        return self._native.idle()
+
     def ring_wait_us(self) -> int:
         return self._native.ring_wait_us()
 
