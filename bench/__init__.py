@@ -22,13 +22,14 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     cufile_files.py  files and memory registered with cuFile, through cuda.bindings
     cache.py         warm and cold page cache, verified with mincore
     device_bytes.py  what disks and the GPU's link count beside each sample
-    stats.py         median, MAD, IQR, bootstrap of paired ratios (pure)
+    stats.py         median, MAD, IQR, exact interval of a median (pure)
     environment.py   what the numbers were taken on
     record.py        the JSON line of one loader, and its validator; record_schema.json is its JSON schema
     results.py       records read back, and which of them belong into one table
     report.py        the tables in the terminal, in the form of table.py; report_layers.py has those of streamed layers,
                      report_epoch.py those of data loaders, report_transfer.py those of transfers, peers.py the ratio to
                      the best other library
+    report_bounds.py intervals, or ranges where samples are too few for one
     report_md.py     `python -m bench.report`: the same tables and plots/ in a report.md; sweeps.py finds what was swept
     compare.py       `python -m bench.compare`: is one run faster than another; compare_output.py prints it
     moe.py model.py  what the layer scenarios compute: a layer without allocation, and a model to train

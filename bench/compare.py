@@ -12,12 +12,12 @@ a percentile bootstrap that resamples A and B on their own (stats.ratio_of_media
     faster       the whole interval is above 1 + t
     slower       the whole interval is below 1 / (1 + t)
     same         the whole interval is between the two
-    ambiguous    it reaches across one of them, or a side has fewer than three samples: measure more
+    ambiguous    it reaches across one of them, or a side has fewer than six samples: measure more
 
 So a difference is named only where the samples bear it and it is worth naming, and `same` is a finding, too, never the
-lack of one. For samples of one distribution the interval misses 1 by lying below it in about one of 20 comparisons with
-three samples a side, whose whole range it is then, and in one of 50 with more; above it likewise. The threshold makes
-that rarer still.
+lack of one. For samples of one distribution the interval misses 1 by lying below it in about one of 50 comparisons, and
+above it likewise; the threshold makes that rarer still. Of fewer than six samples a side there is no interval: that all
+of three lie above all of three others happens by chance to one row in 20, and a comparison has many rows.
 
 What the interval does not hold is what differs between two machines, or the same one on two days: samples of one run
 know nothing of it. `--by ceiling` takes out what moved the ceiling as well.
@@ -40,7 +40,6 @@ from typing import Any
 
 from bench import config, loaders, results, stats, sweeps
 from bench.config import BenchConfigError, BenchError
-from bench.measure import NOT_COLD
 from bench.record import Record
 
 THRESHOLD = 0.03
@@ -156,11 +155,7 @@ def _row(label: Label, first: Sequence[Record], second: Sequence[Record], thresh
 
 def values(record: Record, by: str) -> list[float]:
     """What is compared of a row: GB/s of the samples that count, or their shares of the ceiling of their round."""
-    if by == "rate":
-        return results.rates(record)
-    # A row that was measured has a sample in every round.
-    pairs = zip(results.all_rates(record), record.ceiling["samples"], record.sample_labels, strict=True)
-    return [rate / ceiling for rate, ceiling, labels in pairs if NOT_COLD not in labels]
+    return results.rates(record) if by == "rate" else results.shares(record)
 
 
 def _by_settings(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -6,12 +6,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from bench import table
+from bench import stats, table
 from bench.compare import Comparison
 from bench.config import BenchError
 
 _COLOURS = {"faster": "green", "slower": "red", "same": "dim", "ambiguous": "yellow"}
-_FEW = 3
 
 
 def show(found: Comparison, out: Console) -> None:
@@ -71,7 +70,10 @@ def _verdicts(found: Comparison, out: Console) -> None:
         highlight=False,
     )
     if any(row.ratio_ci95 is None for row in found.rows):
-        out.print(f"A row of fewer than {_FEW} samples has no interval: measure more rounds.", style="dim")
+        out.print(
+            f"A row of fewer than {stats.LEAST_FOR_INTERVAL} samples on a side has no interval: measure more rounds.",
+            style="dim",
+        )
 
 
 def _figure(value: float, by: str) -> str:

@@ -23,7 +23,7 @@ from bench.device_bytes import Moved
 from bench.measure import NOT_COLD, Outcome
 from bench.scenarios.base import Workload
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 STATUSES = ("ok", "skipped", "failed")
 
 
@@ -132,7 +132,7 @@ def make(
         record.derived = {**derived, **outcome.details} if derived is not None else None
         ratios = stats.paired_ratios(rates, [limits[sample.round] for sample in counted])
         record.pct_ceiling = 100 * stats.median(ratios)
-        interval = stats.bootstrap_ci95(ratios)
+        interval = stats.median_ci95(ratios)
         record.pct_ceiling_ci95 = [100 * bound for bound in interval] if interval else None
     elif record.status == "ok":
         record.status = "failed"

@@ -11,6 +11,7 @@ from rich.markup import escape
 from bench import (
     environment,
     peers,
+    report_bounds,
     report_checkpoint,
     report_epoch,
     report_layers,
@@ -73,6 +74,7 @@ def content(measured: Sequence[Record]) -> Content:
         found = _TABLES[verb](measured)
     else:
         found = _loaded(sorted(measured, key=lambda record: -_median(record)))
+    found = found._replace(notes=[*found.notes, *report_bounds.notes(measured)])
     load, cores = measured[0].env.get("load_average"), measured[0].env.get("cores")
     if load is not None and cores and load > cores / 2:
         busy = f"The machine was busy with other work before this run (load {load:.1f} on {cores} cores)."
@@ -110,7 +112,7 @@ def _loaded(records: Sequence[Record]) -> Content:
         found = sum(label in labels for record in records for labels in record.sample_labels)
         if found:
             notes.append(f"{found} of {sum(len(record.samples_s) for record in records)} samples are {meaning}.")
-    columns = _columns(first.verb)
+    columns = _columns(first.verb, records)
     if (beside := peers.beside([records], 120)) is not None:
         columns.insert(-1, beside.column)
         notes.append(beside.note)
@@ -123,13 +125,13 @@ def _loaded(records: Sequence[Record]) -> Content:
     )
 
 
-def _columns(verb: str) -> list[Column]:
+def _columns(verb: str, records: Sequence[Record]) -> list[Column]:
     columns = [
         Column("loader", lambda r: r.loader + ("" if r.delivers == "owned" else " †")),
         Column("GB/s", lambda r: table.rate(_median(r))),
         table.SPREAD._replace(from_width=110),
         table.SHARE._replace(from_width=0),
-        Column("95 % CI", lambda r: "-".join(map(table.percent, r.pct_ceiling_ci95 or [])), 80),
+        report_bounds.share(records, 80),
         table.COUNT._replace(from_width=80),
         Column("returned", lambda r: table.seconds(stats.median(r.lazy_return_s)), 110),
         Column("first", lambda r: table.seconds(r.first_s), 95),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench import peers, table
+from bench import peers, report_bounds, table
 from bench.record import Record
 from bench.table import Column, Content, Section
 
@@ -31,21 +31,21 @@ def checkpoints(records: Sequence[Record]) -> Content:
         notes.append(
             f"ceiling of {_of(rows[0])['model']}: {ceiling['kind']} ({ceiling['detail']}), sampled every round."
         )
-    columns = _columns()
+    columns = _columns(records)
     if (beside := peers.beside(groups, _BESIDE_WIDTH)) is not None:
         columns.insert(-1, beside.column)
         notes.append(beside.note)
     return Content(f"{first.scenario}: Llama 3 shapes, {first.device}", columns, sections, notes)
 
 
-def _columns() -> list[Column]:
+def _columns(records: Sequence[Record]) -> list[Column]:
     return [
         Column("loader", lambda r: r.loader),
         Column("model", lambda r: str(_of(r)["model"])),
         Column("GB/s", lambda r: table.rate(_rate(r))),
         table.SPREAD,
         table.SHARE._replace(from_width=0),
-        Column("95 % CI", lambda r: "-".join(map(table.percent, r.pct_ceiling_ci95 or [])), 110),
+        report_bounds.share(records, 110),
         table.COUNT._replace(from_width=90),
         Column("saved", lambda r: table.seconds(_of(r)["saved_s"]), 90),
         Column("waits", lambda r: table.seconds(_of(r)["blocked_s"])),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import peers, stats, table
+from bench import peers, report_bounds, stats, table
 from bench.record import Record
 from bench.report_layers import interval, signed
 from bench.table import Column, Content, Section
@@ -39,7 +39,7 @@ def epochs(records: Sequence[Record]) -> Content:
         f"{table.rate(r.ceiling['gb_per_s'])} GB/s."
         for r in records
     )
-    columns = _columns(computing)
+    columns = _columns(computing, records)
     if not computing and (beside := peers.beside([section.records for section in sections], 120)) is not None:
         columns.insert(-1, beside.column)
         shown.append(beside.note)
@@ -51,7 +51,7 @@ def epochs(records: Sequence[Record]) -> Content:
     )
 
 
-def _columns(computing: bool) -> list[Column]:
+def _columns(computing: bool, records: Sequence[Record]) -> list[Column]:
     head = [
         Column("loader", lambda r: r.loader + (" †" if r.delivers == "lease" else "")),
         Column("record", lambda r: table.block(_of(r)["record_bytes"])),
@@ -68,7 +68,7 @@ def _columns(computing: bool) -> list[Column]:
             Column("step", lambda r: _milliseconds(_of(r)["step_s"])),
             Column("stall", lambda r: _milliseconds(_of(r)["stall_s"])),
             Column("overhead %", lambda r: signed(_of(r)["overhead"])),
-            Column("95 % CI", lambda r: interval(_of(r)["overhead_ci95"]), 100),
+            report_bounds.column(records, lambda r: report_bounds.of_derived(r, "overhead"), interval, 100),
             table.COUNT,
         ]
         return [*head, *middle, *tail]
@@ -77,7 +77,7 @@ def _columns(computing: bool) -> list[Column]:
         Column("GB/s", lambda r: table.rate(_rate(r))),
         table.SPREAD,
         table.SHARE._replace(from_width=0),
-        Column("95 % CI", lambda r: "-".join(map(table.percent, r.pct_ceiling_ci95 or [])), 100),
+        report_bounds.share(records, 100),
         table.COUNT._replace(from_width=100),
     ]
     return [*head, *middle, *tail]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import stats, table
+from bench import report_bounds, stats, table
 from bench.record import Record
+from bench.report_bounds import Bounds
 from bench.table import Column, Content, Section
 
 _STALLS = ("storage", "link", "slots", "order")
@@ -46,7 +47,7 @@ def pipeline(records: Sequence[Record]) -> Content:
             _time("transfer", "transfer_s"),
             _time("slope", "slope_s"),
             Column("overhead %", lambda r: signed(_of(r)["overhead"])),
-            Column("95 % CI", lambda r: interval(_of(r)["overhead_ci95"]), 100),
+            report_bounds.column(records, lambda r: report_bounds.of_derived(r, "overhead"), interval, 100),
             _time("fill", "fill_s"),
             Column("GB/s", lambda r: table.rate(r.gb_per_s["median"] if r.gb_per_s else None), 110),
             table.SPREAD,
@@ -82,7 +83,7 @@ def training(records: Sequence[Record]) -> Content:
             _time("predicted", "predicted_s"),
             _time("measured", "measured_s"),
             Column("diff %", lambda r: signed(_of(r)["difference"])),
-            Column("95 % CI", lambda r: interval(_of(r)["difference_ci95"]), 100),
+            report_bounds.column(records, lambda r: report_bounds.of_derived(r, "difference"), interval, 100),
             table.SHARE,
             table.COUNT,
             Column("stall", lambda r: _stall(r, _of(r)["steps"]), 120),
@@ -132,8 +133,9 @@ def signed(ratio: float) -> str:
     return f"{value:+.2f}" if abs(value) < 10 else f"{value:+.1f}" if abs(value) < 100 else f"{value:+.0f}"
 
 
-def interval(bounds: Sequence[float] | None) -> str:
-    return "" if bounds is None else "..".join(map(signed, bounds))
+def interval(bounds: Bounds) -> str:
+    """Of a ratio, as it is shown."""
+    return f"{signed(bounds.low)}..{signed(bounds.high)}"
 
 
 def _stall(record: Record, count: int) -> str:

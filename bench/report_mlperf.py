@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import peers, stats, table
+from bench import peers, report_bounds, stats, table
 from bench.record import Record
+from bench.report_bounds import Bounds
 from bench.report_layers import signed
 from bench.table import Column, Content, Section
 
@@ -37,7 +38,7 @@ def workloads(records: Sequence[Record]) -> Content:
         Column("on", lambda r: _of(r)["accelerator"]),
         Column("AU %", lambda r: _utilisation(r, rates.get(_key(r)))),
         Column("± MAD", lambda r: _percent(r, "utilisation_mad"), 90),
-        Column("95 % CI", _interval, 110),
+        report_bounds.column(rows, lambda r: report_bounds.of_derived(r, "utilisation"), _bounds, 110),
         Column("target", lambda r: f"{100 * _of(r)['target_utilisation']:.0f}"),
         Column("stall", lambda r: table.milliseconds(_of(r).get("stall_s"))),
         Column("first", lambda r: table.milliseconds(_of(r)["first_batch_s"]), table.REPORT_ONLY),
@@ -132,8 +133,8 @@ def _percent(row: Record, key: str) -> str:
     return f"{100 * _of(row)[key]:.1f}" if key in _of(row) else ""
 
 
-def _interval(row: Record) -> str:
-    return "-".join(f"{100 * bound:.1f}" for bound in _of(row).get("utilisation_ci95") or [])
+def _bounds(found: Bounds) -> str:
+    return f"{100 * found.low:.1f}-{100 * found.high:.1f}"
 
 
 def _count(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench import config_transfer, results, table
+from bench import config_transfer, report_bounds, results, table
 from bench.record import Record
 from bench.table import Column, Content, Section
 
@@ -106,7 +106,7 @@ def _columns(records: Sequence[Record]) -> list[Column]:
         Column("GB/s", lambda r: table.rate(_rate(r))),
         table.SPREAD._replace(from_width=110),
         table.SHARE._replace(from_width=0),
-        Column("95 % CI", lambda r: "-".join(map(table.percent, r.pct_ceiling_ci95 or [])), table.REPORT_ONLY),
+        report_bounds.share(records, table.REPORT_ONLY),
         table.COUNT._replace(from_width=100),
         Column("CPU s/GB", lambda r: "" if r.cpu_s_per_gb is None else f"{r.cpu_s_per_gb:.3f}", table.REPORT_ONLY),
         Column("start-up s", lambda r: table.seconds(r.startup_s), table.REPORT_ONLY),

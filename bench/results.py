@@ -2,6 +2,8 @@
 
 A record is taken as it is or refused: a line that is no JSON, or not valid by `record.problems`, is an error with its
 file and line, since a report that leaves rows out would be believed. Records of earlier versions are read as well.
+What those call a 95 % interval is from six samples on a bootstrap's, as good as the exact one of now; of fewer it is
+the range of the samples, whatever the resampling, and is read as that.
 
 A group is one table of the report: the rows of one run, or of one point of a sweep. Rows are of one group when they
 agree in scenario, verb, cache, device, machine and every setting but the loader's own, the place of the files, and what
@@ -15,13 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import config_transfer, record, table
+from bench import config_transfer, record, stats, table
 from bench.config import BenchError
 from bench.measure import NOT_COLD
 from bench.record import Record
 
 #: Version of the schema -> what it added, and what records from before it are given for that.
 _ADDED: dict[int, dict[str, Any]] = {2: {"figures": {}, "derived": None}, 3: {"device_bytes": None}}
+#: From this version on no interval is of fewer than stats.LEAST_FOR_INTERVAL samples.
+_EXACT = 4
 #: Of the machine: what has to be equal for two figures to be of the same hardware and system.
 MACHINE = ("gpu", "driver", "kernel", "cpu_model", "cores", "memory_bytes", "torch")
 #: Settings that say how a run is made, and not what is measured.
@@ -84,6 +88,8 @@ def _parse(line: str, where: str) -> Record:
     if isinstance(version, int) and 0 < version < record.SCHEMA_VERSION:
         for later in range(version + 1, record.SCHEMA_VERSION + 1):
             row = {**_ADDED.get(later, {}), **row}
+        if version < _EXACT:
+            row = _without_intervals_of_few(row)
         row["schema_version"] = record.SCHEMA_VERSION
     elif isinstance(version, int) and version > record.SCHEMA_VERSION:
         raise BenchError(
@@ -94,6 +100,17 @@ def _parse(line: str, where: str) -> Record:
     if wrong:
         raise BenchError(f"{where} is no valid record: {'; '.join(wrong)}")
     return Record(**row)
+
+
+def _without_intervals_of_few(row: dict[str, Any]) -> dict[str, Any]:
+    rates = row.get("gb_per_s")
+    if not isinstance(rates, dict) or rates.get("n", 0) >= stats.LEAST_FOR_INTERVAL:
+        return row
+    derived = dict(row["derived"]) if isinstance(row.get("derived"), dict) else None
+    for name in [key for key in derived or {} if key.endswith("_ci95")]:
+        assert derived is not None
+        derived[name.removesuffix("_ci95") + "_range"], derived[name] = derived[name], None
+    return {**row, "pct_ceiling_ci95": None, "derived": derived}
 
 
 def groups(records: Sequence[Record]) -> list[Group]:
@@ -161,6 +178,13 @@ def all_rates(each: Record) -> list[float]:
     """GB/s of every sample, in the order taken; of its own bytes where samples differ in them."""
     sizes = each.figures.get("bytes") or [each.bytes] * len(each.samples_s)
     return [nbytes / 1e9 / seconds for nbytes, seconds in zip(sizes, each.samples_s, strict=True)]
+
+
+def shares(each: Record) -> list[float]:
+    """Fractions of the ceiling of their round that the samples which count reach, in the order taken."""
+    # A row that was measured has a sample in every round.
+    pairs = zip(all_rates(each), each.ceiling["samples"], each.sample_labels, strict=True)
+    return [rate / ceiling for rate, ceiling, labels in pairs if NOT_COLD not in labels]
 
 
 def _group_key(each: Record) -> str:

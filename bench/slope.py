@@ -41,21 +41,20 @@ class Round(NamedTuple):
 
 
 def summarise(rounds: Sequence[Round], short: int, long: int) -> dict[str, Any]:
-    """Medians over the rounds in seconds, and the overhead as a ratio, 0.01 being 1 %, with its 95 % interval.
+    """Medians over the rounds in seconds, and the overhead as a ratio, 0.01 being 1 %, with interval and range.
 
-    The overhead is the median of the ratios within the rounds; the interval is None for fewer than three of them.
+    The overhead is the median of the ratios within the rounds; the interval is None for fewer than six of them.
     Raises ValueError for no rounds.
     """
     slopes = [each.slope_s(short, long) for each in rounds]
     ratios = stats.paired_ratios(slopes, [each.bound_s for each in rounds])
-    interval = stats.bootstrap_ci95(ratios)
     fills = [each.fill_s(short, long) for each in rounds]
     return {
         "compute_s": stats.median([each.compute_s for each in rounds]),
         "transfer_s": stats.median([each.transfer_s for each in rounds]),
         "slope_s": stats.median(slopes),
         "overhead": stats.median(ratios) - 1,
-        "overhead_ci95": None if interval is None else [bound - 1 for bound in interval],
+        **_bounds("overhead", ratios),
         "fill_s": stats.median(fills),
         "fill_mad_s": stats.mad(fills),
     }
@@ -64,12 +63,19 @@ def summarise(rounds: Sequence[Round], short: int, long: int) -> dict[str, Any]:
 def difference(measured_s: Sequence[float], predicted_s: Sequence[float]) -> dict[str, Any]:
     """How far measured times lie from those predicted in the same rounds: a ratio, 0.05 being 5 % longer."""
     ratios = stats.paired_ratios(measured_s, predicted_s)
-    interval = stats.bootstrap_ci95(ratios)
     return {
         "measured_s": stats.median(measured_s),
         "predicted_s": stats.median(predicted_s),
         "difference": stats.median(ratios) - 1,
-        "difference_ci95": None if interval is None else [bound - 1 for bound in interval],
+        **_bounds("difference", ratios),
+    }
+
+
+def _bounds(name: str, ratios: Sequence[float]) -> dict[str, list[float] | None]:
+    interval = stats.median_ci95(ratios)
+    return {
+        f"{name}_ci95": None if interval is None else [bound - 1 for bound in interval],
+        f"{name}_range": [min(ratios) - 1, max(ratios) - 1],
     }
 
 

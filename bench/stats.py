@@ -1,7 +1,13 @@
-"""Robust statistics of a few samples. Pure: numbers in, numbers out."""
+"""Robust statistics of a few samples. Pure: numbers in, numbers out.
+
+Below LEAST_FOR_INTERVAL samples there is no 95 % interval of a median, of any kind that assumes nothing about how they
+are distributed: even from the least to the most of three samples holds it in three of four runs only. Such rows say
+their range instead, and how often one holds the median (`range_coverage`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +15,10 @@ import numpy as np
 
 #: A modified z-score above this labels an outlier (Iglewicz and Hoaglin, 1993).
 OUTLIER_SCORE = 3.5
+#: The least and the most of fewer hold the median in less than 95 % of runs.
+LEAST_FOR_INTERVAL = 6
+#: What an exact test decides at, one-sided.
+LEVEL = 0.05
 #: Scales the MAD of a normal distribution to its standard deviation.
 _MAD_TO_SIGMA = 1.4826
 
@@ -72,24 +82,53 @@ def paired_ratios(samples: Sequence[float], ceilings: Sequence[float]) -> list[f
     return [sample / ceiling for sample, ceiling in zip(samples, ceilings, strict=True)]
 
 
-def bootstrap_ci95(values: Sequence[float], resamples: int = 2000, seed: int = 0) -> tuple[float, float] | None:
-    """95 % percentile-bootstrap interval of the median; None for fewer than three values, which cannot carry one."""
-    if len(values) < 3:
+def median_ci95(values: Sequence[float]) -> tuple[float, float] | None:
+    """Exact interval of the median between two order statistics, the narrowest of at least 95 % that is symmetrical;
+    None for fewer than LEAST_FOR_INTERVAL values.
+
+    How many of n independent samples lie below their true median is binomial (n, 1/2), whatever their distribution, so
+    that the k-th smallest and the k-th largest hold it with probability 1 - 2 P(fewer than k lie below) or more where
+    it is not continuous (Thompson 1936; David and Nagaraja, Order Statistics, 3rd ed., section 7.1).
+    """
+    n = len(values)
+    if n < LEAST_FOR_INTERVAL:
         return None
-    data = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(0, len(data), size=(resamples, len(data)))
-    low, high = np.percentile(np.median(data[picks], axis=1), [2.5, 97.5])
-    return float(low), float(high)
+    # In whole numbers: twice the ways for fewer than k to lie below, of 2^n, have to be at most one in 20.
+    k, below = 0, 1
+    while 2 * 20 * below <= 2**n:
+        k += 1
+        below += math.comb(n, k)
+    ordered = sorted(values)
+    return float(ordered[k - 1]), float(ordered[n - k])
+
+
+def range_coverage(n: int) -> float:
+    """How often the least and the most of `n` samples hold the median between them: 0.75 for three."""
+    return 1 - 2.0 ** (1 - n) if n else 0.0
+
+
+def sign_test(n: int) -> float:
+    """How likely it is at most that all of `n` samples lie on one named side of a value when their median does not:
+    2^-n, the one-sided value of the exact sign test."""
+    return 0.5**n
+
+
+def permutation_test(above: Sequence[float], below: Sequence[float]) -> float:
+    """How likely it is that all of one group lie above all of the other by chance, when nothing but chance divides
+    the samples into groups: one of the ways to divide them, 1/20 for three and three; 1 where they overlap."""
+    if not above or not below or min(above) <= max(below):
+        return 1.0
+    return 1 / math.comb(len(above) + len(below), len(above))
 
 
 def ratio_of_medians_ci95(
     first: Sequence[float], second: Sequence[float], resamples: int = 4000, seed: int = 0
 ) -> tuple[float, float] | None:
     """95 % percentile-bootstrap interval of median(second) / median(first), of samples that were not taken in pairs:
-    each side is resampled on its own. None where a side has fewer than three. Raises ValueError where a sample is not
-    positive.
+    each side is resampled on its own. None where a side has fewer than LEAST_FOR_INTERVAL. Raises
+    ValueError where a sample is not positive.
     """
-    if min(len(first), len(second)) < 3:
+    if min(len(first), len(second)) < LEAST_FOR_INTERVAL:
         return None
     below, above = (np.asarray(values, dtype=np.float64) for values in (first, second))
     if below.min() <= 0.0 or above.min() <= 0.0:

@@ -42,7 +42,7 @@ def draw(records: Sequence[Record], path: Path) -> tuple[Path, str] | None:
     above.set_ylim(bottom=0)
     usual = max(stats.median([abs(100 * each["overhead"]) for each in found]), _LEAST_OVERHEAD)
     far = [name for name, mine in rows.items() if min(abs(100 * each["overhead"]) for each in mine) > _FAR * usual]
-    _lines(below, rows, far, lambda each: 100 * each["overhead"], interval="overhead_ci95")
+    _lines(below, rows, far, lambda each: 100 * each["overhead"], interval="overhead")
     _beside(below, rows, far, lambda each: signed(each["overhead"]), "%")
     below.axhline(0, color=style.INK, linewidth=0.8)
     above.set_ylabel("ms a layer")
@@ -61,7 +61,8 @@ def draw(records: Sequence[Record], path: Path) -> tuple[Path, str] | None:
     style.save(made, path)
     return path, (
         "Above: what each further layer takes (the slope), with compute alone and the best route's transfer alone. "
-        "Below: the slope's overhead over the slower of compute and transfer of the same round, with 95 % intervals."
+        "Below: the slope's overhead over the slower of compute and transfer of the same round, "
+        "with 95 % intervals; dotted: the range of fewer than six samples."
     )
 
 
@@ -84,8 +85,10 @@ def _lines(
         x = [each["tokens"] * (1 + 0.012 * (number - (len(rows) - 1) / 2)) for each in mine]
         panel.plot(x, [value(each) for each in mine], color=colour, marker=marker, markersize=5, label=name)
         for at, each in zip(x, mine, strict=True):
-            if interval and each[interval] is not None:
-                panel.plot([at, at], [100 * end for end in each[interval]], color=colour, linewidth=1.1)
+            ends = each.get(f"{interval}_ci95") or each.get(f"{interval}_range")
+            if interval and ends:
+                style_of = "-" if each.get(f"{interval}_ci95") else (0, (1, 1))
+                panel.plot([at, at], [100 * end for end in ends], color=colour, linewidth=1.1, linestyle=style_of)
 
 
 def _beside(panel: Axes, rows: Rows, far: Sequence[str], said: Callable[[Mapping[str, Any]], str], unit: str) -> None:

@@ -5,18 +5,22 @@ Of rows that were not measured in turn each side is resampled on its own, and ra
 of their own rounds: storage that is shared with others can be half as fast a minute later. Where the ceilings are not
 of one kind, such a claim stays undecided. A figure that the scenario derived comes with
 the interval that was derived with it, or with none, which leaves a claim undecided.
+
+Fewer than stats.LEAST_FOR_INTERVAL samples have no interval. Their range decides only where it lies so far from what is
+asked for that an exact test says so at 5 %, one-sided: the sign test for one figure (five samples), and for one row
+over another the permutation test, which takes all samples of both as independent (three and three, where every one of
+the first is on one side of what is asked for with every one of the second). The reason then names the test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from bench import results, stats
-from bench.measure import NOT_COLD
+from bench import stats
 from bench.record import Record
-from bench.reference.plan import NEEDS, UNITS, Claim, Selector
+from bench.reference.figures import Figure, Made, Missing, scaled, select
+from bench.reference.plan import NEEDS, UNITS, Claim
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold here", "undecided"
 #: Of rates, which depend on the hardware, and of what cannot be measured here.
@@ -25,17 +29,9 @@ SHOWN, INCOMPARABLE = "side by side", "not comparable"
 _PROOF = "proven by cuFile"
 
 
-@dataclass(slots=True)
-class Made:
-    """What became of a part: its records, and why there are none or not all of them."""
-
-    rows: list[Record] = field(default_factory=list)
-    problem: str | None = None
-    seconds: float | None = None
-
-
 class Judged(NamedTuple):
-    """A claim beside our figure, in the claim's unit: the median, its interval, and the spread (MAD)."""
+    """A claim beside our figure, in the claim's unit: the median, its interval, the spread (MAD), and the range of `n`
+    samples where they are too few for an interval."""
 
     claim: Claim
     verdict: str
@@ -45,25 +41,20 @@ class Judged(NamedTuple):
     spread: float | None = None
     pct_ceiling: float | None = None
     rows: tuple[str, ...] = ()
+    range: tuple[float, float] | None = None
+    n: int = 0
 
 
-class _Missing(Exception):
-    """There is no figure; the message says why."""
+class _Value(NamedTuple):
+    """A figure, or one over another. Where `n` samples are too few for an interval, `range` is theirs, and `decides`
+    says which test finds at 5 % that it is above (or below) a bound, if one does."""
 
-
-class _Figure(NamedTuple):
-    """Of one row: the samples in order (None where one does not count), or a derived value with its interval."""
-
-    row: Record
-    samples: Sequence[float | None]
     value: float
-    interval: tuple[float, float] | None
-    #: Of a rate: each sample over the ceiling of its round.
-    shares: Sequence[float | None] = ()
-
-    @property
-    def counted(self) -> list[float]:
-        return [sample for sample in self.samples if sample is not None]
+    interval: tuple[float, float] | None = None
+    spread: float | None = None
+    range: tuple[float, float] | None = None
+    n: int = 0
+    decides: Callable[[float, bool], str | None] = lambda bound, above: None
 
 
 def judge(claim: Claim, made: Mapping[str, Made]) -> Judged:
@@ -71,28 +62,29 @@ def judge(claim: Claim, made: Mapping[str, Made]) -> Judged:
     if claim.ours is None:
         return Judged(claim, INCOMPARABLE, claim.never or "")
     try:
-        figures = [_figure(selector, made) for selector in (claim.ours, claim.over) if selector is not None]
-        value, interval, spread = _value(figures)
-    except _Missing as missing:
+        figures = [select(selector, made) for selector in (claim.ours, claim.over) if selector is not None]
+        ours = _value(figures)
+    except Missing as missing:
         return Judged(claim, INCOMPARABLE, str(missing))
     scale = UNITS[claim.unit]
-    bounds = None if interval is None else (scale * interval[0], scale * interval[1])
     found = Judged(
         claim,
         UNDECIDED,
         "",
-        scale * value,
-        bounds,
-        None if spread is None else scale * spread,
+        scale * ours.value,
+        scaled(ours.interval, scale),
+        None if ours.spread is None else scale * ours.spread,
         figures[0].row.pct_ceiling,
         tuple(figure.row.loader for figure in figures),
+        scaled(ours.range, scale),
+        ours.n,
     )
     if claim.needs is not None and not _meets(figures[0].row):
         route = figures[0].row.route or "an unknown route"
         return found._replace(verdict=INCOMPARABLE, reason=f"it is of {NEEDS[claim.needs]}; here: {route}")
     if claim.at_least is None and claim.at_most is None:
         return found._replace(verdict=SHOWN, reason="of other hardware")
-    verdict, reason = _verdict(claim, found.interval)
+    verdict, reason = _verdict(claim, ours, scale)
     if len(figures) == 2 and _apart(*figures):
         limits = " and ".join(f"{figure.row.ceiling.get('gb_per_s') or 0:.3g}" for figure in figures)
         if not _comparable(*figures):
@@ -107,48 +99,96 @@ def _meets(row: Record) -> bool:
     return _PROOF in (row.route or "")
 
 
-def _verdict(claim: Claim, interval: tuple[float, float] | None) -> tuple[str, str]:
-    low = claim.at_least if claim.at_least is not None else float("-inf")
-    high = claim.at_most if claim.at_most is not None else float("inf")
+def _verdict(claim: Claim, ours: _Value, scale: float) -> tuple[str, str]:
+    bounds = [(claim.at_least, True), (claim.at_most, False)]
+    given = [(bound / scale, above) for bound, above in bounds if bound is not None]
     asked = " and ".join(
         f"{word} {bound:g} {claim.unit}"
         for word, bound in (("at least", claim.at_least), ("at most", claim.at_most))
         if bound is not None
     )
-    if interval is None:
-        return UNDECIDED, f"{asked}; there are too few samples for an interval"
-    if low <= interval[0] and interval[1] <= high:
-        return HOLDS, asked
-    if interval[1] < low or interval[0] > high:
-        return FAILS, asked
-    return UNDECIDED, f"{asked}; the interval agrees only in part"
+    if ours.interval is not None:
+        low, high = ours.interval
+        if all(low >= bound if above else high <= bound for bound, above in given):
+            return HOLDS, asked
+        if any(high < bound if above else low > bound for bound, above in given):
+            return FAILS, asked
+        return UNDECIDED, f"{asked}; the interval agrees only in part"
+    agreeing = [ours.decides(bound, above) for bound, above in given]
+    if all(agreeing):
+        return HOLDS, f"{asked}; {agreeing[0]}"
+    for bound, above in given:
+        if (said := ours.decides(bound, not above)) is not None:
+            return FAILS, f"{asked}; {said}"
+    return UNDECIDED, f"{asked}; {f'too few samples for an interval (n={ours.n})' if ours.n else 'it has no interval'}"
 
 
-def _value(figures: Sequence[_Figure]) -> tuple[float, tuple[float, float] | None, float | None]:
-    """Value, interval and spread of a figure, or of one over another."""
+def _value(figures: Sequence[Figure]) -> _Value:
+    """Of a figure, or of one over another."""
     first = figures[0]
     if len(figures) == 1:
-        if not first.samples:
-            return first.value, first.interval, None
-        return first.value, stats.bootstrap_ci95(first.counted), stats.mad(first.counted)
+        if first.samples:
+            return _sample_value(first.counted)
+        few = first.range if first.interval is None else None
+        return _Value(first.value, first.interval, None, few, first.n if few else 0, _by_signs(few or (), first.n))
     second = figures[1]
     if not first.samples or not second.samples:
         if second.value == 0:
-            raise _Missing(f"{second.row.loader} is 0, and nothing can be divided by it")
-        return first.value / second.value, None, None
+            raise Missing(f"{second.row.loader} is 0, and nothing can be divided by it")
+        return _Value(first.value / second.value)
     if min(second.counted) <= 0:
-        raise _Missing(f"a sample of {second.row.loader} is not positive, and nothing can be divided by it")
+        raise Missing(f"a sample of {second.row.loader} is not positive, and nothing can be divided by it")
     if _together(first.row, second.row):
         pairs = zip(first.samples, second.samples, strict=True)
         ratios = [one / other for one, other in pairs if one is not None and other is not None]
         if not ratios:
-            raise _Missing("no round counts for both rows")
-        return stats.median(ratios), stats.bootstrap_ci95(ratios), stats.mad(ratios)
+            raise Missing("no round counts for both rows")
+        found, groups = _sample_value(ratios), _by_groups(first.counted, second.counted)
+        signs = found.decides
+        return found._replace(decides=lambda bound, above: signs(bound, above) or groups(bound, above))
+    one, other = first.counted, second.counted
     if _apart(first, second) and _comparable(first, second):
         one, other = ([share for share in figure.shares if share is not None] for figure in (first, second))
-        return stats.median(one) / stats.median(other), stats.ratio_of_medians_ci95(other, one), None
-    ratio = stats.median(first.counted) / stats.median(second.counted)
-    return ratio, stats.ratio_of_medians_ci95(second.counted, first.counted), None
+    ratio = stats.median(one) / stats.median(other)
+    interval = stats.ratio_of_medians_ci95(other, one)
+    if interval is not None:
+        return _Value(ratio, interval)
+    extremes = min(one) / max(other), max(one) / min(other)
+    return _Value(ratio, None, None, extremes, min(len(one), len(other)), _by_groups(one, other))
+
+
+def _sample_value(values: Sequence[float]) -> _Value:
+    interval = stats.median_ci95(values)
+    found = _Value(stats.median(values), interval, stats.mad(values))
+    if interval is not None:
+        return found
+    return found._replace(range=(min(values), max(values)), n=len(values), decides=_by_signs(values, len(values)))
+
+
+def _by_signs(values: Sequence[float], n: int) -> Callable[[float, bool], str | None]:
+    """By the least and the most of `n` samples, or all of them."""
+
+    def decides(bound: float, above: bool) -> str | None:
+        beyond = bool(values) and (min(values) > bound if above else max(values) < bound)
+        chance = stats.sign_test(n) if beyond else 1.0
+        return f"all {n} samples {_side(above)}: sign test, p = {chance:.2g}" if chance <= stats.LEVEL else None
+
+    return decides
+
+
+def _by_groups(one: Sequence[float], other: Sequence[float]) -> Callable[[float, bool], str | None]:
+    def decides(bound: float, above: bool) -> str | None:
+        times = [bound * value for value in other]
+        chance = stats.permutation_test(*((one, times) if above else (times, one)))
+        n = f"{len(one)} and {len(other)}"
+        said = f"the ranges of {n} samples lie apart {_side(above)}: permutation test, p = {chance:.2g}"
+        return said if chance <= stats.LEVEL else None
+
+    return decides
+
+
+def _side(above: bool) -> str:
+    return "above it" if above else "below it"
 
 
 def _together(one: Record, other: Record) -> bool:
@@ -160,87 +200,10 @@ def _together(one: Record, other: Record) -> bool:
     )
 
 
-def _apart(one: _Figure, other: _Figure) -> bool:
+def _apart(one: Figure, other: Figure) -> bool:
     """Whether two rates were measured at different times."""
     return bool(one.shares and other.shares) and not _together(one.row, other.row)
 
 
-def _comparable(one: _Figure, other: _Figure) -> bool:
+def _comparable(one: Figure, other: Figure) -> bool:
     return one.row.ceiling.get("kind") == other.row.ceiling.get("kind")
-
-
-def _figure(selector: Selector, made: Mapping[str, Made]) -> _Figure:
-    part = made.get(selector.part)
-    if part is None:
-        raise _Missing(f"part {selector.part} was not made")
-    if not part.rows:
-        raise _Missing(f"part {selector.part}: {part.problem or 'it has no records'}")
-    wanted = [selector.loader] if isinstance(selector.loader, str) else selector.loader
-    named = [row for row in part.rows if wanted is None or row.loader in wanted]
-    found = [row for row in named if _matches(row, selector)]
-    measured = [row for row in found if row.status == "ok" and row.gb_per_s]
-    if not measured:
-        raise _Missing(_why(selector, part, named, found))
-    best = max(measured, key=lambda row: row.gb_per_s["median"] if row.gb_per_s else 0.0)
-    return _of(best, selector)
-
-
-def _why(selector: Selector, part: Made, named: Sequence[Record], found: Sequence[Record]) -> str:
-    """Why no row of those that were asked for has a figure."""
-    if found:
-        return "; ".join(dict.fromkeys(f"{row.loader} {row.status}: {_first_line(row.reason)}" for row in found))
-    if part.problem:
-        return f"part {selector.part}: {part.problem}"
-    if not named:
-        return f"part {selector.part} has no row {selector.loader!r}"
-    where = ", ".join(f"{name}={value}" for name, value in selector.where.items())
-    return f"part {selector.part} has no row of {selector.loader or 'any loader'} with {where}"
-
-
-def _matches(row: Record, selector: Selector) -> bool:
-    # A part that could not begin has the whole list of what it would have gone through.
-    flat = results.settings(row) | {f"derived.{name}": value for name, value in (row.derived or {}).items()}
-    return all(
-        (value in flat[name] if isinstance(flat.get(name), list) else flat.get(name) == value)
-        for name, value in selector.where.items()
-    )
-
-
-def _of(row: Record, selector: Selector) -> _Figure:
-    figure, scale = selector.figure, selector.scale
-    kind, _, name = figure.partition(".")
-    if figure == "samples_s":
-        return _sampled(row, [scale * seconds for seconds in row.samples_s])
-    if figure in ("gb_per_s", "units_per_s"):
-        amount = row.bytes / 1e9 if figure == "gb_per_s" else float(row.units)
-        return _with_shares(_sampled(row, [scale * amount / seconds for seconds in row.samples_s]))
-    if figure == "layer_s" and "short_s" in row.figures:
-        columns = (row.samples_s, *(row.figures[name] for name in ("short_s", "short_layers", "long_layers")))
-        rounds = zip(*columns, strict=True)
-        return _sampled(row, [scale * (whole - short) / (long - few) for whole, short, few, long in rounds])
-    if kind == "figures" and name in row.figures:
-        return _sampled(row, [scale * value for value in row.figures[name]])
-    if figure == "pct_ceiling":
-        scale /= 100
-    held = (row.derived or {}) if kind == "derived" else asdict(row)
-    value, bounds = held.get(name or figure), held.get(f"{name or figure}_ci95")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _Missing(f"{row.loader} has no figure {figure!r}")
-    return _Figure(row, [], scale * value, (scale * bounds[0], scale * bounds[1]) if bounds else None)
-
-
-def _sampled(row: Record, values: Sequence[float]) -> _Figure:
-    counted = [None if NOT_COLD in labels else value for value, labels in zip(values, row.sample_labels, strict=True)]
-    return _Figure(row, counted, stats.median([value for value in counted if value is not None]), None)
-
-
-def _with_shares(figure: _Figure) -> _Figure:
-    limits = figure.row.ceiling.get("samples") or []
-    if len(limits) != len(figure.samples) or not all(limits):
-        return figure
-    pairs = zip(figure.samples, limits, strict=True)
-    return figure._replace(shares=[None if sample is None else sample / limit for sample, limit in pairs])
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]

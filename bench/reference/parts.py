@@ -26,7 +26,7 @@ from rich.console import Console
 from bench import config, environment, progress, results, resume
 from bench.config import BenchConfig, BenchConfigError, BenchError, nearest
 from bench.record import Record
-from bench.reference.claims import Made
+from bench.reference.figures import Made
 from bench.reference.plan import Part, Plan
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,15 @@ from rich.markup import escape
 from bench import report_md, resume, table
 from bench.config import BenchError
 from bench.record import Record
-from bench.reference.claims import FAILS, HOLDS, INCOMPARABLE, SHOWN, UNDECIDED, Judged, Made
+from bench.reference.claims import FAILS, HOLDS, INCOMPARABLE, SHOWN, UNDECIDED, Judged
+from bench.reference.figures import Made
 
 _COLOURS = {HOLDS: "green", FAILS: "red", UNDECIDED: "yellow", SHOWN: "default", INCOMPARABLE: "dim"}
 _EXPLAINED = (
     "A claim holds where the whole 95 % interval of our figure agrees with what is asked for, and does not hold here "
-    "where none of it does. Rates are decimal and of the hardware that is named: they are shown, not compared. "
+    "where none of it does. Fewer than six samples have no interval: their range is shown, which holds the median in "
+    "75 % of runs with three samples and in 94 % with five, and it decides only where an exact test says so at 5 %, as "
+    "the reason then states. Rates are decimal and of the hardware that is named: they are shown, not compared. "
     "% of ceiling is what our row reaches of what this machine can do, measured in the same process. Routes that issue "
     "each io from threads of Python (storage_gpu, storage_cpu, storage_cpu_gpu) are bounded by the interpreter below "
     "some 256 KiB: what they say of small ios is of them, and not of the storage; engine_* and storage_cpu_aio are "
@@ -107,12 +110,14 @@ def theirs(each: Judged) -> str:
 
 
 def ours(each: Judged) -> str:
-    """Our figure with its unit, and its interval or else its spread."""
+    """Our figure with its unit, and its interval, or else the range or the spread."""
     if each.value is None:
         return ""
     found = f"{number(each.value)} {each.claim.unit}"
     if each.interval is not None:
         return f"{found} [{number(each.interval[0])}, {number(each.interval[1])}]"
+    if each.range is not None:
+        return f"{found}, range {number(each.range[0])} to {number(each.range[1])} (n={each.n})"
     return found if each.spread is None else f"{found} ± {number(each.spread)}"
 
 

@@ -78,6 +78,7 @@ class Epoch(Batches):
             "step_s": beyond["measured_s"],
             "overhead": beyond["difference"],
             "overhead_ci95": beyond["difference_ci95"],
+            "overhead_range": beyond["difference_range"],
             "stall_s": middle(samples, "stall_s"),
         }
 

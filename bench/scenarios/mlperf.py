@@ -196,7 +196,7 @@ class Mlperf(Batches):
             # The rate over the need of one of them.
             return {**found, "accelerators_fed": stats.median(rates) / needed}
         shares = [sample.figures["utilisation"] for sample in samples]
-        interval = stats.bootstrap_ci95(shares)
+        interval = stats.median_ci95(shares)
         middle_share = stats.median(shares)
         return {
             **found,
@@ -205,5 +205,6 @@ class Mlperf(Batches):
             "utilisation": middle_share,
             "utilisation_mad": stats.mad(shares),
             "utilisation_ci95": None if interval is None else list(interval),
+            "utilisation_range": [min(shares), max(shares)],
             "passes": int(middle_share >= workload.target_utilisation),
         }

@@ -69,18 +69,13 @@ def test_the_interval_holds_the_ratio_and_is_reproducible() -> None:
     assert interval is not None
     assert 1.08 < interval[0] < 1.1 < interval[1] < 1.12
     assert stats.ratio_of_medians_ci95(TIGHT, scaled(1.1)) == interval
-    assert stats.ratio_of_medians_ci95(TIGHT[:2], TIGHT) is None
-    assert stats.ratio_of_medians_ci95(TIGHT, TIGHT[:2]) is None
+    assert stats.ratio_of_medians_ci95(TIGHT[:5], TIGHT) is None
+    assert stats.ratio_of_medians_ci95(TIGHT, TIGHT[:5]) is None
     with pytest.raises(ValueError, match="not positive"):
-        stats.ratio_of_medians_ci95(TIGHT, [1.0, 0.0, 1.0])
+        stats.ratio_of_medians_ci95(TIGHT, [1.0, 0.0, *TIGHT])
 
 
-def test_three_samples_give_their_whole_range() -> None:
-    interval = stats.ratio_of_medians_ci95([1.0, 2.0, 4.0], [8.0, 16.0, 32.0])
-    assert interval == pytest.approx((2.0, 32.0))
-
-
-@pytest.mark.parametrize("count", [3, 5, 9])
+@pytest.mark.parametrize("count", [6, 9])
 def test_noise_is_rarely_called_slower(count: int) -> None:
     random = np.random.default_rng(count)
     said = 0
@@ -88,7 +83,7 @@ def test_noise_is_rarely_called_slower(count: int) -> None:
         samples = [list(random.lognormal(0.0, 0.05, count)) for _ in range(2)]
         interval = stats.ratio_of_medians_ci95(*samples, resamples=400, seed=seed)
         said += compare.verdict(interval, 0.0) == "slower"
-    assert said / 300 <= 0.08  # about 0.05 with three samples, and 0.02 with more
+    assert said / 300 <= 0.05  # about 0.02
 
 
 def test_a_real_difference_is_found() -> None:
@@ -120,16 +115,17 @@ def test_scattered_samples_are_ambiguous_and_a_wider_threshold_makes_them_the_sa
     assert only(compare.compare([row("x", wide)], [row("x", wide)], threshold=0.9)).verdict == "same"
 
 
-def test_two_samples_are_too_few() -> None:
-    found = only(compare.compare([row("x", TIGHT)], [row("x", [10.0, 10.0])]))
+@pytest.mark.parametrize("count", [2, 5])
+def test_samples_are_too_few_below_six(count: int) -> None:
+    found = only(compare.compare([row("x", TIGHT)], [row("x", [10.0] * count)]))
     assert (found.verdict, found.ratio_ci95) == ("ambiguous", None)
 
 
 def test_samples_that_were_not_cold_do_not_count() -> None:
-    labels = [[], [], [], [record_rows.NOT_COLD], []]
-    other = row("x", [40.0, 40.1, 39.9, 900.0, 40.0], labels=labels)
+    labels = [[], [], [], [record_rows.NOT_COLD], [], [], []]
+    other = row("x", [40.0, 40.1, 39.9, 900.0, 40.0, 40.0, 40.0], labels=labels)
     found = only(compare.compare([row("x", TIGHT)], [other]))
-    assert (found.verdict, found.n) == ("same", (7, 4))
+    assert (found.verdict, found.n) == ("same", (7, 6))
 
 
 def test_shares_of_the_ceiling_cancel_what_moved_both() -> None:
@@ -153,7 +149,7 @@ def test_a_sweep_is_compared_point_by_point() -> None:
 
 
 def test_how_a_run_was_made_is_no_setting() -> None:
-    other = row("x", TIGHT[:5], storage={"dir": "/elsewhere"})
+    other = row("x", TIGHT[:6], storage={"dir": "/elsewhere"})
     assert only(compare.compare([row("x", TIGHT)], [other])).verdict == "same"
 
 

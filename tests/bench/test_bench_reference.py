@@ -16,13 +16,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from bench import config, reference, resume
+from bench import config, reference, report_bounds, results, resume
 from bench.config import BenchConfigError, BenchError, ReferenceConfig
 from bench.reference import claims, parts, plan, show
-from bench.reference.claims import FAILS, HOLDS, INCOMPARABLE, SHOWN, UNDECIDED, Made
+from bench.reference.claims import FAILS, HOLDS, INCOMPARABLE, SHOWN, UNDECIDED
+from bench.reference.figures import Made
 from bench.reference.plan import Claim, Selector
 
-FAST, SLOW = [20.0, 20.2, 19.8, 20.1, 20.0], [10.0, 10.1, 9.9, 10.0, 10.2]
+FAST, SLOW = [20.0, 20.2, 19.8, 20.1, 20.0, 20.0], [10.0, 10.1, 9.9, 10.0, 10.2, 10.0]
 
 
 def composed(*overrides: str) -> dict[str, Any]:
@@ -70,11 +71,11 @@ def test_a_proportion_is_judged_by_its_interval(bounds: dict[str, float], verdic
 
 
 def test_rows_of_one_run_are_paired_round_by_round() -> None:
-    drifting = [10.0, 20.0, 40.0, 80.0, 160.0]
+    drifting = [10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
     paired = pair([2 * rate for rate in drifting], drifting)
     found = claims.judge(claim(over=Selector("p", "slow"), at_least=1.9), paired)
     assert (found.verdict, found.interval) == (HOLDS, (2.0, 2.0))
-    paired["p"].rows[1].ceiling["samples"] = [49.0] * 5
+    paired["p"].rows[1].ceiling["samples"] = [49.0] * 6
     apart = claims.judge(claim(over=Selector("p", "slow"), at_least=1.9), paired)
     assert apart.verdict == UNDECIDED
     assert apart.value == pytest.approx(2.0 * 49 / 50), "of shares of ceilings that differ"
@@ -82,9 +83,9 @@ def test_rows_of_one_run_are_paired_round_by_round() -> None:
 
 def test_rates_of_different_times_are_taken_as_shares_of_their_ceilings() -> None:
     # Storage that is half as fast when the second row is measured.
-    found = pair([20.0, 20.2, 19.8, 20.1, 19.9], [10.0, 10.1, 9.9, 10.0, 10.0])
-    found["p"].rows[0].ceiling["samples"] = [40.0] * 5
-    found["p"].rows[1].ceiling["samples"] = [20.0] * 5
+    found = pair([20.0, 20.2, 19.8, 20.1, 19.9, 20.0], [10.0, 10.1, 9.9, 10.0, 10.0, 10.0])
+    found["p"].rows[0].ceiling["samples"] = [40.0] * 6
+    found["p"].rows[1].ceiling["samples"] = [20.0] * 6
     asked = claim(over=Selector("p", "slow"), at_least=1.5)
     judged = claims.judge(asked, found)
     assert (judged.verdict, judged.value) == (FAILS, pytest.approx(1.0))
@@ -99,11 +100,60 @@ def test_too_few_samples_decide_nothing() -> None:
     found = claims.judge(claim(over=Selector("p", "slow"), at_least=1.0), pair([20.0, 20.0], [10.0, 10.0]))
     assert found.verdict == UNDECIDED
     assert "too few samples" in found.reason
+    assert "n=2" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("count", "bounds", "verdict", "said"),
+    [
+        (3, {"at_least": 1.5}, HOLDS, "the ranges of 3 and 3 samples lie apart above it: permutation test, p = 0.05"),
+        (3, {"at_most": 1.5}, FAILS, "permutation test, p = 0.05"),
+        (3, {"at_least": 1.97}, UNDECIDED, "too few samples for an interval (n=3)"),
+        (2, {"at_least": 1.5}, UNDECIDED, "too few samples for an interval (n=2)"),
+        (5, {"at_least": 1.93}, HOLDS, "all 5 samples above it: sign test, p = 0.031"),
+        (5, {"at_least": 1.5, "at_most": 2.5}, HOLDS, "sign test"),
+    ],
+)
+def test_fewer_than_six_samples_decide_only_by_an_exact_test(
+    count: int, bounds: dict[str, float], verdict: str, said: str
+) -> None:
+    found = claims.judge(claim(over=Selector("p", "slow"), **bounds), pair(FAST[:count], SLOW[:count]))
+    assert (found.verdict, found.interval, found.n) == (verdict, None, count)
+    assert said in found.reason
+    assert found.range is not None
+    assert f"2 x, range {show.number(found.range[0])} to {show.number(found.range[1])} (n={count})" == show.ours(found)
+
+
+def test_three_samples_of_one_figure_decide_nothing_however_far_they_are() -> None:
+    row = replace(record_rows.row("fast", FAST[:3]), derived={"overhead": 0.01, "overhead_range": [0.01, 0.01]})
+    asked = claim(unit="%", ours=Selector("p", "fast", figure="derived.overhead"), at_most=50.0)
+    found = claims.judge(asked, made(row))
+    assert (found.verdict, found.n) == (UNDECIDED, 3)
+
+
+def test_an_old_records_interval_of_three_samples_is_read_as_their_range(tmp_path: Path) -> None:
+    old = record_rows.row("fast", FAST[:3], pct_ceiling_ci95=[39.6, 40.4])
+    old = replace(old, schema_version=3, derived={"overhead": 0.01, "overhead_ci95": [0.0, 0.02]})
+    six = record_rows.row("slow", SLOW, pct_ceiling_ci95=[19.8, 20.4], schema_version=3)
+    path = tmp_path / "old.jsonl"
+    path.write_text(f"{old.to_json()}\n{six.to_json()}\n", encoding="utf-8")
+    few, many = results.read(path)
+    assert (few.pct_ceiling_ci95, few.derived) == (
+        None, {"overhead": 0.01, "overhead_ci95": None, "overhead_range": [0.0, 0.02]}
+    )  # fmt: skip
+    assert many.pct_ceiling_ci95 == [19.8, 20.4]
+    assert report_bounds.share([few], 0).title == "range (n=3)"
+    mixed = report_bounds.share([few, many], 0)
+    assert (mixed.title, mixed.cell(few), mixed.cell(many)) == ("95 % CI / range", "39.6-40.4 (n=3)", "19.8-20.4")
+    (note,) = report_bounds.notes([few, many])
+    assert "75 % (n=3)" in note
 
 
 def test_samples_that_do_not_count_are_left_out_of_both() -> None:
-    labels = [[], ["not_cold"], [], [], []]
-    rows = made(record_rows.row("fast", [20.0, 900.0, 20.0, 20.0, 20.0], labels=labels), record_rows.row("slow", SLOW))
+    labels = [[], ["not_cold"], [], [], [], []]
+    rows = made(
+        record_rows.row("fast", [20.0, 900.0, 20.0, 20.0, 20.0, 20.0], labels=labels), record_rows.row("slow", SLOW)
+    )
     found = claims.judge(claim(over=Selector("p", "slow"), at_most=2.1), rows)
     assert found.verdict == HOLDS, found
 

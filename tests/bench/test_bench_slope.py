@@ -38,7 +38,7 @@ def test_twenty_layers_alone_would_show_the_fill_as_overhead() -> None:
 
 
 def test_drift_between_rounds_cancels() -> None:
-    rounds = [measured(0.02, 0.01, 0.03, drift) for drift in (1.0, 1.7, 0.9, 2.5, 1.2)]
+    rounds = [measured(0.02, 0.01, 0.03, drift) for drift in (1.0, 1.7, 0.9, 2.5, 1.2, 1.2)]
     found = slope.summarise(rounds, 20, 60)
     assert found["overhead"] == pytest.approx(0.03, abs=1e-9)
     assert found["overhead_ci95"] == pytest.approx([0.03, 0.03], abs=1e-9)
@@ -52,8 +52,11 @@ def test_an_overhead_below_nothing_is_reported_as_it_is() -> None:
     assert slope.summarise([slope.Round(0.01, 0.02, 0.4, 1.16)], 20, 60)["overhead"] == pytest.approx(-0.05)
 
 
-def test_two_rounds_carry_no_interval() -> None:
-    assert slope.summarise([measured(0.01, 0.02)] * 2, 20, 60)["overhead_ci95"] is None
+def test_five_rounds_carry_no_interval_but_a_range() -> None:
+    rounds = [measured(0.01, 0.02, overhead) for overhead in (0.01, 0.02, 0.05, 0.03, 0.04)]
+    found = slope.summarise(rounds, 20, 60)
+    assert found["overhead_ci95"] is None
+    assert found["overhead_range"] == pytest.approx([0.01, 0.05])
 
 
 def test_no_rounds_and_equal_lengths_are_errors() -> None:
@@ -66,7 +69,7 @@ def test_no_rounds_and_equal_lengths_are_errors() -> None:
 def test_a_difference_is_paired_by_rounds() -> None:
     found = slope.difference([1.05, 2.1, 0.525], [1.0, 2.0, 0.5])
     assert found["difference"] == pytest.approx(0.05)
-    assert found["difference_ci95"] == pytest.approx([0.05, 0.05])
+    assert (found["difference_ci95"], found["difference_range"]) == (None, pytest.approx([0.05, 0.05]))
     assert (found["measured_s"], found["predicted_s"]) == (1.05, 1.0)
 
 

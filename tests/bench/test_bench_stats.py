@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -57,20 +60,48 @@ def test_ratios_refuse_what_cannot_be_paired() -> None:
         stats.paired_ratios([1.0], [0.0])
 
 
-def test_the_interval_holds_the_median_and_is_reproducible() -> None:
-    values = [0.90, 0.93, 0.95, 0.96, 0.97, 0.99, 1.01]
-    interval = stats.bootstrap_ci95(values)
-    assert interval is not None
-    assert interval[0] < statistics.median(values) < interval[1]
-    assert stats.bootstrap_ci95(values) == interval
-    assert stats.bootstrap_ci95(values[:2]) is None
+def below(k: int, n: int) -> Fraction:
+    """How likely fewer than k of n samples lie below their median."""
+    return Fraction(sum(math.comb(n, i) for i in range(k)), 2**n)
 
 
-def test_the_interval_covers_the_true_median() -> None:
-    random = np.random.default_rng(7)
-    covered = 0
-    for seed in range(200):
-        interval = stats.bootstrap_ci95(list(random.normal(10.0, 1.0, 25)), resamples=400, seed=seed)
-        assert interval is not None
-        covered += interval[0] <= 10.0 <= interval[1]
-    assert 0.88 <= covered / 200 <= 0.99
+@pytest.mark.parametrize("n", [*range(6, 30), 101])
+def test_the_interval_is_the_narrowest_pair_of_order_statistics_that_the_binomial_allows(n: int) -> None:
+    found = stats.median_ci95([float(value) for value in reversed(range(1, n + 1))])
+    assert found is not None
+    low = int(found[0])
+    assert found == (low, n + 1 - low)
+    assert 1 - 2 * below(low, n) >= Fraction(19, 20)
+    assert 1 - 2 * below(low + 1, n) < Fraction(19, 20)
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_too_few_samples_carry_no_interval_and_their_range_says_how_much_it_holds(n: int) -> None:
+    assert stats.median_ci95([1.0] * n) is None
+    assert stats.range_coverage(n) == 1 - 2 * below(1, n)
+    assert stats.range_coverage(n) < 0.95
+
+
+@pytest.mark.parametrize("n", [3, 6, 7, 25])
+def test_the_true_median_is_held_as_often_as_is_said(n: int) -> None:
+    # Of a skewed distribution, which the interval knows nothing of.
+    samples = np.random.default_rng(n).exponential(1.0, (4000, n))
+    found = [stats.median_ci95(list(each)) or (each.min(), each.max()) for each in samples]
+    held = np.mean([low <= np.log(2.0) <= high for low, high in found])
+    said = stats.range_coverage(n) if n < 9 else 0.95
+    assert said - 0.02 <= held <= (said + 0.02 if n < 9 else 0.99)
+
+
+def test_the_permutation_test_counts_the_ways_to_divide_the_samples() -> None:
+    above, below = [5.0, 6.0, 7.0], [1.0, 2.0, 3.0, 4.0]
+    sums = [sum(chosen) for chosen in itertools.combinations(above + below, len(above))]
+    as_far = sum(total >= sum(above) for total in sums)
+    assert stats.permutation_test(above, below) == as_far / len(sums)
+    assert stats.permutation_test(below, above) == 1.0
+    assert stats.permutation_test(above, [1.0, 5.0]) == 1.0
+    assert stats.permutation_test([], below) == 1.0
+
+
+def test_the_sign_test_counts_the_ways_to_lie() -> None:
+    ways = list(itertools.product([False, True], repeat=5))
+    assert stats.sign_test(5) == sum(map(all, ways)) / len(ways)
