@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from bench import stats
+
 VERBS = ("read", "gather", "pipeline", "train", "epoch", "mlperf", "transfer", "write")
 
 
@@ -30,6 +32,9 @@ class ScenarioConfig:
     rounds: int = 7
     #: From the first start-up on; no new round starts after it, but at least three are made.
     max_seconds: float = 60.0
+    #: No new round starts once the 95 % interval of every row's median rate is this narrow: half its width over the
+    #: median, such as 0.02. It is asked from six rounds on, as fewer have no interval; None: make all `rounds`.
+    target_spread: float | None = None
     #: Give torch's cached device memory back before each sample, so that every sample pays for its allocation, as a
     #: process's first load does.
     fresh_memory: bool = False
@@ -40,6 +45,14 @@ class ScenarioConfig:
     def __post_init__(self) -> None:
         one_of("scenario.verb", self.verb, VERBS)
         at_least("scenario.rounds", self.rounds, 1)
+        if self.target_spread is not None:
+            if self.target_spread <= 0:
+                raise BenchConfigError(f"'scenario.target_spread' is {self.target_spread}; it has to be positive")
+            if self.rounds < stats.LEAST_FOR_INTERVAL:
+                raise BenchConfigError(
+                    f"'scenario.target_spread' needs at least {stats.LEAST_FOR_INTERVAL} rounds, and 'scenario.rounds' "
+                    f"is {self.rounds}; raise it, or set scenario.target_spread=null"
+                )
         at_least("scenario.records", self.records, 1)
         at_least("scenario.record_bytes", self.record_bytes, 512)
 

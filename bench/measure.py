@@ -25,13 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from bench import cache
+from bench import cache, stats
 from bench.ceilings import Ceiling
 from bench.device_bytes import Counters, Moved
 from bench.loaders.base import Loader, Unavailable
 from bench.scenarios.base import VerificationError, Workload
 
 _LEAST_ROUNDS = 3
+#: Why a run made no more rounds: those asked for were made, its time was over, or every interval was narrow enough.
+STOPPED = ("rounds", "max_seconds", "target_spread")
 NOT_COLD = "not_cold"
 NOT_WARM = "not_warm"
 FEWER_DEVICE_BYTES = "fewer_device_bytes"
@@ -84,10 +86,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Measurement:
-    """The outcomes, and the ceiling of each round in GB/s."""
+    """The outcomes, the ceiling of each round in GB/s, and why there were no more rounds: one of STOPPED."""
 
     outcomes: dict[str, Outcome]
     ceilings: list[float]
+    stopped: str = "rounds"
 
 
 class Runner:
@@ -111,22 +114,32 @@ class Runner:
         self.outcomes = {name: Outcome() for name in loaders}
         self.ceilings: list[float] = []
 
-    def run(self, rounds: int, max_seconds: float) -> Measurement:
-        """First loads and rounds; no round but the first three begins later than after `max_seconds`. Loaders are
-        closed at the end."""
+    def run(self, rounds: int, max_seconds: float, target_spread: float | None = None) -> Measurement:
+        """First loads and rounds; no round but the first three begins later than after `max_seconds`, and none once
+        every row's rates have spread by `target_spread` or less (stats.spread). Loaders are closed at the end."""
         deadline = time.monotonic() + max_seconds
+        stopped = "rounds"
         try:
             _touch_memory(min(self._workload.sample_bytes, self._workload.job.data_bytes))
             for name in self._loaders:
                 self._start(name)
             for number in range(rounds):
+                if target_spread is not None and self._settled(target_spread):
+                    stopped = "target_spread"
+                    break
                 if number >= _LEAST_ROUNDS and time.monotonic() > deadline:
+                    stopped = "max_seconds"
                     break
                 self._round(number)
         finally:
             for name, loader in self._loaders.items():
                 self._guard(name, loader.close)
-        return Measurement(self.outcomes, self.ceilings)
+        return Measurement(self.outcomes, self.ceilings, stopped)
+
+    def _settled(self, target: float) -> bool:
+        rows = [[s.bytes / s.seconds for s in self.outcomes[name].samples if s.counts] for name in self._running()]
+        spreads = [stats.spread(rates) if rates else None for rates in rows]
+        return bool(rows) and all(each is not None and each <= target for each in spreads)
 
     def _running(self) -> list[str]:
         return [name for name, outcome in self.outcomes.items() if outcome.status == "ok"]

@@ -4,7 +4,8 @@ Sizes are bytes, times seconds, rates decimal GB/s (1e9). `samples_s` holds ever
 with `sample_labels` and `ceiling.samples` beside it; the statistics are over those that count (measure.py). `figures`
 holds what a scenario measured beside each sample, a list for each name, and `derived` what it made of them: its
 parameters and statistics; ratios such as an overhead are fractions there, times seconds. `device_bytes` is what disks
-and GPU say that they moved during each sample (device_bytes.py), beside what the samples delivered.
+and GPU say that they moved during each sample (device_bytes.py), beside what the samples delivered. `stopped` says
+why there were no more rounds.
 
 `record_schema.json` says the same to others, as far as a JSON schema can; the tests hold the two together.
 """
@@ -20,7 +21,7 @@ from typing import Any
 from bench import stats
 from bench.config import ScenarioConfig
 from bench.device_bytes import Moved
-from bench.measure import NOT_COLD, Outcome
+from bench.measure import NOT_COLD, STOPPED, Outcome
 from bench.scenarios.base import Workload
 
 SCHEMA_VERSION = 4
@@ -62,6 +63,7 @@ class Record:
     peak_pinned_bytes: int | None = None
     peak_gpu_bytes: int | None = None
     device_bytes: dict[str, Any] | None = None
+    stopped: str | None = None
     env: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
@@ -81,9 +83,10 @@ def make(
     config: dict[str, Any],
     env: dict[str, Any],
     devices: str | None = None,
+    stopped: str | None = None,
 ) -> Record:
     """The record of one loader. `ceiling` holds kind, detail and samples (GB/s, one a round); `devices` says which
-    were counted for their bytes, or why none."""
+    were counted for their bytes, or why none, and `stopped` why there were no more rounds (measure.STOPPED)."""
     record = Record(
         status=outcome.status,
         reason=outcome.reason,
@@ -101,6 +104,7 @@ def make(
         delivers=outcome.delivers,
         route=outcome.route,
         peak_pinned_bytes=outcome.pinned_bytes,
+        stopped=stopped,
         env=env,
     )
     limits = [float(value) for value in ceiling["samples"]]
@@ -214,6 +218,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "peak_pinned_bytes": (int, type(None)),
     "peak_gpu_bytes": (int, type(None)),
     "device_bytes": (dict, type(None)),
+    "stopped": (str, type(None)),
     "env": (dict,),
 }
 _ENV = ("commit", "gpu", "driver", "kernel", "cpu_model", "cores", "filesystem", "python", "torch", "versions")
@@ -235,6 +240,8 @@ def problems(row: Mapping[str, Any]) -> list[str]:
         found.append(f"schema_version: {row['schema_version']} is not {SCHEMA_VERSION}")
     if row["status"] not in STATUSES:
         found.append(f"status: {row['status']!r} is not one of {STATUSES}")
+    if row["stopped"] not in (None, *STOPPED):
+        found.append(f"stopped: {row['stopped']!r} is not one of {STOPPED}")
     if (row["status"] == "ok") != (row["reason"] is None):
         found.append("reason: has to be given exactly when the status is not ok")
     if not len(row["samples_s"]) == len(row["sample_labels"]) == len(row["lazy_return_s"]):

@@ -17,6 +17,7 @@ from bench import (
     report_layers,
     report_mlperf,
     report_transfer,
+    results,
     stats,
     table,
 )
@@ -74,7 +75,7 @@ def content(measured: Sequence[Record]) -> Content:
         found = _TABLES[verb](measured)
     else:
         found = _loaded(sorted(measured, key=lambda record: -_median(record)))
-    found = found._replace(notes=[*found.notes, *report_bounds.notes(measured)])
+    found = found._replace(notes=[*found.notes, *report_bounds.notes(measured), *_stopped(measured)])
     load, cores = measured[0].env.get("load_average"), measured[0].env.get("cores")
     if load is not None and cores and load > cores / 2:
         busy = f"The machine was busy with other work before this run (load {load:.1f} on {cores} cores)."
@@ -82,6 +83,23 @@ def content(measured: Sequence[Record]) -> Content:
     if (network := environment.network_note(measured[0].env)) is not None:
         found = found._replace(notes=[*found.notes, network])
     return found
+
+
+def _stopped(measured: Sequence[Record]) -> list[str]:
+    """Why parts of a run made fewer rounds than asked for."""
+    why = {
+        "max_seconds": "the time of scenario.max_seconds was over",
+        "target_spread": "all intervals were narrow enough",
+    }
+    parts = {
+        results.part(r): (len(r.ceiling["samples"]), r.config["scenario"].get("rounds"), r.stopped) for r in measured
+    }
+    said = [
+        f"Stopped after {made} of {asked} rounds: {why[reason]}."
+        for made, asked, reason in parts.values()
+        if reason in why
+    ]
+    return list(dict.fromkeys(said))
 
 
 def more(measured: Sequence[Record]) -> list[Content]:

@@ -23,7 +23,11 @@ from bench.measure import NOT_COLD
 from bench.record import Record
 
 #: Version of the schema -> what it added, and what records from before it are given for that.
-_ADDED: dict[int, dict[str, Any]] = {2: {"figures": {}, "derived": None}, 3: {"device_bytes": None}}
+_ADDED: dict[int, dict[str, Any]] = {
+    2: {"figures": {}, "derived": None},
+    3: {"device_bytes": None},
+    4: {"stopped": None},
+}
 #: From this version on no interval is of fewer than stats.LEAST_FOR_INTERVAL samples.
 _EXACT = 4
 #: Of the machine: what has to be equal for two figures to be of the same hardware and system.
@@ -38,6 +42,7 @@ _HOW = {
     "storage.keep_files",
     "scenario.rounds",
     "scenario.max_seconds",
+    "scenario.target_spread",
 }
 #: Settings that a run goes through part by part (config.parts), and where those of a part's workload are.
 _PARTS = {"scenario.tokens", "scenario.sizes", "scenario.models", "scenario.compute"} | {

@@ -119,7 +119,7 @@ class Parts:
                     watch=lambda name: self.say(loader=name),
                     counters=counters,
                 )
-                measured = runner.run(scenario.rounds, scenario.max_seconds)
+                measured = runner.run(scenario.rounds, scenario.max_seconds, scenario.target_spread)
             finally:
                 ceiling.close()
         finally:
@@ -137,6 +137,7 @@ class Parts:
                 config=row_config(settings, name),
                 env=self.env,
                 devices=counters.source,
+                stopped=measured.stopped,
             )
             for name, outcome in measured.outcomes.items()
         }

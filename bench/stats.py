@@ -102,6 +102,12 @@ def median_ci95(values: Sequence[float]) -> tuple[float, float] | None:
     return float(ordered[k - 1]), float(ordered[n - k])
 
 
+def spread(values: Sequence[float]) -> float | None:
+    """Half the width of the median's interval over the median; None where there is no interval, or the median is 0."""
+    interval, centre = median_ci95(values), median(values)
+    return None if interval is None or centre == 0 else (interval[1] - interval[0]) / 2 / abs(centre)
+
+
 def range_coverage(n: int) -> float:
     """How often the least and the most of `n` samples hold the median between them: 0.75 for three."""
     return 1 - 2.0 ** (1 - n) if n else 0.0
