@@ -15,7 +15,8 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     files.py         the test checkpoint: written, known byte for byte, removed
     record_shards.py the test dataset: shards of numbered records, known byte for byte
     measure.py       rounds, timed regions, failures as rows
-    ceilings.py      what the hardware gives without any loader; ceilings_transfer.py: for transfers
+    ceilings.py      what the hardware gives without any loader; ceilings_transfer.py: for transfers,
+                     ceilings_write.py: of checkpoints, ceilings_disk.py: of cold files; ceilings_best.py chooses
     aio.py           kernel AIO: for ceilings, and as a route
     transfer_ops.py  which ios a sample of transfers makes (pure); transfer_memory.py: where they land, byte for byte
     gdsio_jobs.py    job files of gdsio (pure); gdsio_run.py makes runs of them, gdsio_line.py prints results like it

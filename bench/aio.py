@@ -8,14 +8,12 @@ are asynchronous with it, which is all that is needed here.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from bench.config import BenchError
-from bench.loaders.base import GatherRequest
 
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
 _PREAD, _PWRITE = 0, 1
@@ -120,33 +118,3 @@ class Queue:
             code = ctypes.get_errno()
             raise BenchError(f"kernel AIO failed: {os.strerror(code)}")
         return result
-
-
-class Aio:
-    """The records of one request, read or, with what memory holds, written."""
-
-    def __init__(self, paths: Sequence[str], request: GatherRequest, *, write: bool = False) -> None:
-        self._paths, self._request, self._write = list(paths), request, write
-
-    def rate(self, depth: int, records: int) -> float:
-        """GB/s over the first `records` records with `depth` of them in flight. Raises BenchError."""
-        length = self._request.length
-        memory = mmap.mmap(-1, depth * length)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        queue = Queue(depth)
-        flags = (os.O_RDWR if self._write else os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECT
-        descriptors = [os.open(path, flags) for path in self._paths]
-        try:
-            files = [descriptors[i] for i in self._request.file_index[:records].tolist()]
-            offsets = self._request.offsets[:records].tolist()
-
-            def io(number: int, slot: int) -> tuple[int, int, int, int]:
-                return files[number], offsets[number], length, address + slot * length
-
-            start = time.perf_counter()
-            queue.move(iter(range(records)), io, write=self._write)
-            return records * length / (time.perf_counter() - start) / 1e9
-        finally:
-            queue.close()
-            for descriptor in descriptors:
-                os.close(descriptor)

@@ -4,9 +4,9 @@
 |-------------------------|-------------------------------------------------------------------------------------|
 | warm, to a GPU          | one large copy from pinned memory, wall clock around a synchronised copy            |
 | warm, on the CPU        | bare threads, preadv into memory that already exists, and the consumer's pass       |
-| cold, read              | the best O_DIRECT rate of a sweep over threads and block sizes, into existing memory |
+| cold, read              | the best O_DIRECT rate of threads and of kernel AIO (ceilings_disk.py)               |
 | warm, gather on the CPU | torch's index_select out of a mapping of the files, and the consumer's pass         |
-| cold, gather            | O_DIRECT reads of one record, kernel AIO, the best of a sweep over queue depths      |
+| cold, gather            | the same of reads of one record each                                                 |
 | pipeline, train         | the same as for read, or the compute alone, whichever is slower                      |
 | write                   | O_DIRECT writes with fsync, the best of a sweep (ceilings_write.py)                  |
 | transfer                | see ceilings_transfer.py                                                            |
@@ -14,9 +14,9 @@
 
 The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
 fault no pages in, which a loader that returns new memory has to: what is missing to 100 % is mostly that. A loader
-that maps the page cache instead of copying it can pass 100 %. A cold ceiling is what this sweep found on this disk,
-not what its data sheet says; where the file system refuses O_DIRECT it goes through the emptied page cache, and its
-detail says so.
+that maps the page cache instead of copying it can pass 100 %. A cold ceiling is what was found on this disk, with the
+best of a few arrangements in each round (ceilings_best.py), not what its data sheet says; where the file system refuses
+O_DIRECT it goes through the emptied page cache, and its detail says so.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ import mmap
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench import cache, stats
+from bench import stats
+from bench.ceilings_best import Best
 from bench.loaders.base import GatherRequest, Job
 from bench.scenarios.base import Workload, consume
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _SAMPLE_BYTES = 1 << 30
-_SWEEP_BYTES = 128 << 20
 _COPIES = 3
 
 
@@ -101,55 +101,44 @@ class PinnedCopy(Ceiling):
 
 
 class ParallelRead(Ceiling):
-    """Threads that preadv whole blocks into existing memory; the best threads and block size of a sweep."""
+    """Threads that preadv whole blocks of the page cache into existing memory; the best numbers of threads and sizes of
+    blocks, asked in every round."""
 
-    def __init__(self, paths: Sequence[str], *, direct: bool, consumer: bool, nbytes: int = _SAMPLE_BYTES) -> None:
-        self._why = cache.refuses_direct(paths[0]) if direct else None
-        self.kind = "preadv_cold" if self._why else "disk_o_direct" if direct else "preadv_warm"
-        self._paths, self._cold, self._consumer = list(paths), direct, consumer
-        self._direct = direct and self._why is None
-        total = sum(os.path.getsize(path) for path in paths)
-        self._nbytes = min(nbytes, total)
-        # Anonymous mappings are page-aligned, which O_DIRECT needs.
+    kind = "preadv_warm"
+
+    def __init__(self, paths: Sequence[str], *, consumer: bool, nbytes: int = _SAMPLE_BYTES) -> None:
+        self._paths, self._consumer = list(paths), consumer
+        self._nbytes = min(nbytes, sum(os.path.getsize(path) for path in paths))
         self._memory = mmap.mmap(-1, -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         np.frombuffer(self._memory, dtype=np.uint8).fill(0)
         cores = len(os.sched_getaffinity(0))
-        threads = (1, 4, 8, 16, 32) if direct else sorted({1, 2, cores, 2 * cores})
-        blocks = (1 * _MIB, 4 * _MIB, 16 * _MIB) if direct else (1 * _MIB, 8 * _MIB)
-        trial = min(_SWEEP_BYTES, self._nbytes)
-        rates = {(count, block): self._rate(count, block, trial) for count, block in itertools.product(threads, blocks)}
-        self._choice = max(rates, key=lambda choice: rates[choice])
+        choices = list(itertools.product(sorted({1, 2, cores, 2 * cores}), (1 * _MIB, 8 * _MIB)))
+        self._best = Best(self._rate, choices, self._nbytes)
 
     def sample(self) -> float:
-        return self._rate(*self._choice, self._nbytes)
+        return self._best.sample()
 
     def describe(self) -> str:
-        threads, block = self._choice
-        suffix = ", consumed" if self._consumer else ""
-        why = f"; through the page cache: {self._why}" if self._why else ""
-        return f"{threads} threads x {block // _MIB} MiB, {self._nbytes / _MIB:.0f} MiB{suffix}{why}"
+        said = self._best.describe(lambda choice: f"{choice[0]} threads x {choice[1] // _MIB} MiB")
+        return f"{said}; {self._nbytes / _MIB:.0f} MiB{', consumed' if self._consumer else ''}"
 
     def close(self) -> None:
         self._memory.close()
 
-    def _rate(self, threads: int, block: int, nbytes: int) -> float:
-        if self._cold:
-            cache.evict(self._paths)  # O_DIRECT reads of cached pages may be served from memory
-        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._direct else 0)
-        descriptors = [os.open(path, flags) for path in self._paths]
+    def _rate(self, choice: tuple[int, int], nbytes: int) -> float:
+        threads, block = choice
+        descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self._paths]
         sizes = [os.path.getsize(path) for path in self._paths]
         memory = memoryview(self._memory)
         try:
             tasks, used = [], 0
             for descriptor, size in zip(descriptors, sizes, strict=True):
-                for offset in range(0, size - size % block if self._direct else size, block):
-                    count = min(block, size - offset)
-                    if used + count > nbytes:
+                for offset in range(0, size, block):
+                    count = min(block, size - offset, nbytes - used)
+                    if not count:
                         break
                     tasks.append((descriptor, memory[used : used + count], offset))
                     used += count
-            if not tasks:
-                return 0.0
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(time.sleep, [0.001] * threads))  # start the threads
                 start = time.perf_counter()
@@ -209,64 +198,6 @@ class MappedGather(Ceiling):
         self._tables, self._rows, self._targets = [], [], []
 
 
-class DirectRecords(Ceiling):
-    """Single records with O_DIRECT through kernel AIO, which keeps a deep queue without a thread a read. With `write`
-    they are written, from memory of zeros."""
-
-    def __init__(self, paths: Sequence[str], request: GatherRequest, *, write: bool = False) -> None:
-        from bench.aio import Aio
-
-        self.kind = "disk_o_direct_record_writes" if write else "disk_o_direct_records"
-        self._paths, self._request = list(paths), request
-        self._aio: Callable[[int, int], float] = Aio(paths, request, write=write).rate
-        trial = min(8192, len(request.offsets))
-        self._depth = max((32, 128, 512), key=lambda depth: self._aio(depth, trial))
-
-    def sample(self) -> float:
-        cache.evict(self._paths)
-        return self._aio(self._depth, len(self._request.offsets))
-
-    def describe(self) -> str:
-        return f"kernel AIO, depth {self._depth}, {self._request.length} B"
-
-
-class BufferedRecords(Ceiling):
-    """Single records through the page cache, which was emptied before: where O_DIRECT is refused."""
-
-    kind = "pread_cold_records"
-
-    def __init__(self, paths: Sequence[str], request: GatherRequest, why: str) -> None:
-        self._paths, self._request, self._why = list(paths), request, why
-        trial = min(2048, len(request.offsets))
-        self._threads = max((4, 16, 64), key=lambda threads: self._rate(threads, trial))
-
-    def sample(self) -> float:
-        return self._rate(self._threads, len(self._request.offsets))
-
-    def describe(self) -> str:
-        return f"{self._threads} threads, {self._request.length} B; through the page cache: {self._why}"
-
-    def _rate(self, threads: int, records: int) -> float:
-        cache.evict(self._paths)
-        length = self._request.length
-        descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self._paths]
-        try:
-            for descriptor in descriptors:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or much more than a record would be read
-            files, offsets = self._request.file_index[:records].tolist(), self._request.offsets[:records].tolist()
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(time.sleep, [0.001] * threads))  # start the threads
-                start = time.perf_counter()
-                parts = [range(first, records, threads) for first in range(threads)]
-                read = pool.map(
-                    lambda part: sum(len(os.pread(descriptors[files[i]], length, offsets[i])) for i in part), parts
-                )
-                return sum(read) / (time.perf_counter() - start) / 1e9
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-
 class Overlap(Ceiling):
     """Compute that hides what arrives meanwhile, or is hidden by it: the slower of the two, each alone."""
 
@@ -301,14 +232,14 @@ def _choose(workload: Workload, *, cold: bool) -> Ceiling:
         from bench.ceilings_write import DirectWrite
 
         return DirectWrite(job.saves_to, workload.sample_bytes)
-    if cold and request and (why := cache.refuses_direct(job.paths[0])) is not None:
-        return BufferedRecords(job.paths, request, why)
     if job.transfer is not None:
         from bench import ceilings_transfer
 
         return ceilings_transfer.choose(workload, cold=cold)
     if cold:
-        return DirectRecords(job.paths, request) if request else ParallelRead(job.paths, direct=True, consumer=False)
+        from bench.ceilings_disk import Disk
+
+        return Disk(job.paths, request.total_bytes if request else _SAMPLE_BYTES, request=request)
     if job.cuda:
         return PinnedCopy(job.device, workload.sample_bytes)
-    return MappedGather(job.paths, request) if request else ParallelRead(job.paths, direct=False, consumer=True)
+    return MappedGather(job.paths, request) if request else ParallelRead(job.paths, consumer=True)

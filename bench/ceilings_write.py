@@ -8,6 +8,7 @@ O_DIRECT the writes go through the page cache, still with fsync, and `kind` and 
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import shutil
@@ -20,6 +21,7 @@ import numpy as np
 
 from bench import fsyncs
 from bench.ceilings import Ceiling
+from bench.ceilings_best import Best
 from bench.config import BenchError
 
 _MIB = 1 << 20
@@ -31,7 +33,7 @@ _BLOCKS = (1 * _MIB, 4 * _MIB, 16 * _MIB)
 
 
 class DirectWrite(Ceiling):
-    """Threads that write a file each; the best number of threads and size of a block of a sweep.
+    """Threads that write a file each; the best numbers of threads and sizes of a block, asked in every round.
 
     `nbytes` are written by a sample, rounded down to whole pages, into a directory of its own inside `directory`, which
     has to have room for them. Raises BenchError where nothing can be written there.
@@ -53,8 +55,8 @@ class DirectWrite(Ceiling):
                 for threads, block in itertools.product(_THREADS, _BLOCKS)
                 if (threads, block) == (1, _MIB) or threads * block <= trial
             ]
-            rates = {choice: self._rate(*choice, trial) for choice in choices}
-            self._choice = max(rates, key=lambda choice: rates[choice])
+            # As much as a sample writes, since what fsync costs is not in proportion to it.
+            self._best = Best(self._rate, choices, self._nbytes, kept=2, sample_s=math.inf)
         except OSError as error:
             self.close()
             raise self._error(error) from error
@@ -64,14 +66,14 @@ class DirectWrite(Ceiling):
 
     def sample(self) -> float:
         try:
-            return self._rate(*self._choice, self._nbytes)
+            return self._best.sample()
         except OSError as error:
             raise self._error(error) from error
 
     def describe(self) -> str:
-        threads, block = self._choice
+        said = self._best.describe(lambda choice: f"{choice[0]} threads x {choice[1] // _MIB} MiB")
         why = f"; through the page cache: {self._no_direct}" if self._no_direct else ""
-        return f"{threads} threads x {block // _MIB} MiB, {self._nbytes / _MIB:.0f} MiB, fsync{why}"
+        return f"{said}; {self._nbytes / _MIB:.0f} MiB, fsync{why}"
 
     def close(self) -> None:
         self._memory.close()
@@ -103,8 +105,9 @@ class DirectWrite(Ceiling):
         finally:
             shutil.rmtree(folder)
 
-    def _rate(self, threads: int, block: int, nbytes: int) -> float:
-        """GB/s of `nbytes` in `threads` new files."""
+    def _rate(self, choice: tuple[int, int], nbytes: int) -> float:
+        """GB/s of `nbytes` in as many new files as there are threads."""
+        threads, block = choice
         folder = Path(tempfile.mkdtemp(prefix="ceiling-", dir=self._parent))
         pages = nbytes // _ALIGNMENT
         sizes = [(pages * (i + 1) // threads - pages * i // threads) * _ALIGNMENT for i in range(threads)]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 from steady import Steady
 
-from bench import aio, cache, ceilings, config, files, loaders, measure, record, report, run, scenarios
+from bench import cache, ceilings, config, files, loaders, measure, record, report, run, scenarios
 from bench.loaders.base import Job, Loader, Unavailable
 from bench.loaders.pread import Pread
 from bench.loaders.safetensors import Safetensors
@@ -207,17 +206,6 @@ def test_the_direct_ceilings_read_the_disk(written: files.BenchFiles) -> None:
         assert ceiling.kind == kind
         assert ceiling.sample() > 0
         ceiling.close()
-
-
-def test_kernel_aio_reads_each_record_once(written: files.BenchFiles) -> None:
-    request = scenarios.build(GATHER, written, "cpu").job.request
-    assert request is not None
-    try:
-        started = time.perf_counter()
-        rate = aio.Aio(written.paths, request).rate(64, 500)
-    except (OSError, config.BenchError) as error:
-        pytest.skip(f"no O_DIRECT or no kernel AIO here: {error}")
-    assert rate >= request.total_bytes / (time.perf_counter() - started) / 1e9
 
 
 def test_a_small_run_from_end_to_end(tmp_path: Path) -> None:

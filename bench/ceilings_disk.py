@@ -1,0 +1,216 @@
+"""What a disk gives and takes: the ceilings of cold reads, of single records, and of writes into files that exist.
+
+Ios with O_DIRECT between the files and memory that all arrangements share, page-aligned and in use before, so that no
+page is faulted in where it is timed. Threads that wait for their ios, or kernel AIO, which keeps many in flight from
+one thread; blocks in the files' order, or single records where a request names them. Which arrangement is the ceiling,
+ceilings_best.py says. Where the file system refuses O_DIRECT they go through the page cache, emptied before, and the
+kind and detail say so; without kernel AIO there are threads only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from bench import aio, cache, table
+from bench.ceilings import Ceiling
+from bench.ceilings_best import Best
+from bench.config import BenchError
+from bench.loaders.base import GatherRequest
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_THREADS = (1, 4, 8, 32)
+_BLOCKS = (1 * _MIB, 4 * _MIB, 16 * _MIB)
+_AIO_BLOCKS, _AIO_DEPTHS = (512 * _KIB, 1 * _MIB, 4 * _MIB), (8, 32, 128)
+#: Of single records.
+_RECORD_THREADS, _RECORD_DEPTHS = (4, 16, 64), (32, 128, 512)
+#: In flight at once; more is no other arrangement to a disk.
+_MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
+_PAGE = mmap.PAGESIZE
+
+
+class Arrangement(NamedTuple):
+    """So many ios of `length` bytes in flight, by threads or by kernel AIO; of `records`, or of blocks in order."""
+
+    length: int
+    in_flight: int
+    aio: bool
+    records: bool
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return -(-self.length // _PAGE) * _PAGE * self.in_flight
+
+    def __str__(self) -> str:
+        what = f"kernel AIO, depth {self.in_flight}" if self.aio else f"{self.in_flight} threads"
+        return f"{what} x {table.block(self.length)}"
+
+
+class Disk(Ceiling):
+    """Reads of the files, or writes over what they hold: of `request`'s records, of blocks, or (`both`) of either,
+    whichever is faster. `own` is the size of a row's io and how many it has in flight, one more arrangement. A
+    measurement moves `nbytes` at most. Raises BenchError where kernel AIO refuses an io, OSError where the system does.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        nbytes: int,
+        *,
+        request: GatherRequest | None = None,
+        both: bool = False,
+        own: tuple[int, int] | None = None,
+        write: bool = False,
+    ) -> None:
+        self._paths, self._request, self._write = list(paths), request, write
+        self._sizes = [os.path.getsize(path) for path in paths]
+        self._why = cache.refuses_direct(self._paths[0])
+        self._no_aio = self._why or _without_aio()
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        choices = self._records(request, own) if request is not None else []
+        if request is None or both:
+            choices += [each for each in self._blocks(own) if each not in choices]
+        # Private, so that the kernel may use huge pages; written, so that they are there, and not with zeros, which
+        # some disks do not store.
+        size = max(each.in_flight_bytes for each in choices)
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        piece = np.random.default_rng(0).integers(0, 256, min(size, _MIB), dtype=np.uint8)
+        view = np.frombuffer(self._memory, dtype=np.uint8)
+        view[:] = np.resize(piece, size)
+        self._address = view.ctypes.data
+        del view
+        try:
+            most = min(nbytes, sum(self._sizes))
+            self._best = Best(self.rate, choices, most, lambda each: 4 * each.in_flight * each.length)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        records = self._best.winner.records
+        if self._why is not None:
+            return "page_cache_writes" if self._write else "pread_cold_records" if records else "preadv_cold"
+        if self._write:
+            return "disk_o_direct_record_writes" if records else "disk_o_direct_writes"
+        return "disk_o_direct_records" if records else "disk_o_direct"
+
+    def sample(self) -> float:
+        return self._best.sample()
+
+    def describe(self) -> str:
+        fsync = "; fsync not inside" if self._write else ""
+        why = f"; through the page cache: {self._why}" if self._why else f"; {self._no_aio}" if self._no_aio else ""
+        return f"{self._best.describe(str)}{fsync}{why}"
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def rate(self, choice: Arrangement, nbytes: int) -> float:
+        """GB/s of one arrangement over about `nbytes`, at least one io."""
+        cache.evict(self._paths)  # O_DIRECT reads of cached pages may be served from memory
+        ios = self._ios(choice)
+        count = min(len(ios), max(1, nbytes // choice.length))
+        flags = (os.O_RDWR if self._write else os.O_RDONLY) | os.O_CLOEXEC | (0 if self._why else os.O_DIRECT)
+        descriptors: list[int] = []
+        try:
+            for path in self._paths:
+                descriptors.append(os.open(path, flags))
+                if choice.records and self._why:
+                    # Or much more than a record would be read.
+                    os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
+            moving = self._by_aio if choice.aio else self._by_threads
+            return count * choice.length / moving(choice, [(descriptors[f], at) for f, at in ios[:count]]) / 1e9
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _by_threads(self, choice: Arrangement, ios: Sequence[tuple[int, int]]) -> float:
+        """Seconds. The threads take the next io as they get free."""
+        slot = choice.in_flight_bytes // choice.in_flight
+        turn: Iterator[tuple[int, int]] = iter(ios)
+        move = os.pwritev if self._write else os.preadv
+
+        def work(number: int) -> None:
+            with memoryview(self._memory) as memory, memory[number * slot : number * slot + choice.length] as view:
+                for descriptor, offset in turn:
+                    done = move(descriptor, [view], offset)
+                    if done != choice.length:
+                        raise BenchError(f"an io of {choice.length} bytes at byte {offset} moved {done} of them")
+
+        with ThreadPoolExecutor(choice.in_flight) as pool:
+            list(pool.map(time.sleep, [0.001] * choice.in_flight))  # start the threads
+            start = time.perf_counter()
+            list(pool.map(work, range(choice.in_flight)))
+            return time.perf_counter() - start
+
+    def _by_aio(self, choice: Arrangement, ios: Sequence[tuple[int, int]]) -> float:
+        """Seconds."""
+        slot = choice.in_flight_bytes // choice.in_flight
+        queue = aio.Queue(choice.in_flight)
+        try:
+            start = time.perf_counter()
+            queue.move(
+                iter(range(len(ios))),
+                lambda number, at: (*ios[number], choice.length, self._address + at * slot),
+                write=self._write,
+            )
+            return time.perf_counter() - start
+        finally:
+            queue.close()
+
+    def _ios(self, choice: Arrangement) -> list[tuple[int, int]]:
+        """File and offset of each, in their order."""
+        if choice.records:
+            assert self._request is not None
+            if 0 not in self._places:
+                files, offsets = self._request.file_index.tolist(), self._request.offsets.tolist()
+                self._places[0] = list(zip(files, offsets, strict=True))
+            return self._places[0]
+        if choice.length not in self._places:
+            self._places[choice.length] = [
+                (number, offset)
+                for number, size in enumerate(self._sizes)
+                for offset in range(0, size - choice.length + 1, choice.length)
+            ]
+        return self._places[choice.length]
+
+    def _records(self, request: GatherRequest, own: tuple[int, int] | None) -> list[Arrangement]:
+        depths = [*_RECORD_DEPTHS, *([own[1]] if own and own[0] == request.length else [])]
+        found = [Arrangement(request.length, depth, True, True) for depth in depths if self._no_aio is None]
+        found += [Arrangement(request.length, count, False, True) for count in _RECORD_THREADS]
+        return _within(found)
+
+    def _blocks(self, own: tuple[int, int] | None) -> list[Arrangement]:
+        largest = max(self._sizes)
+        pairs = [*itertools.product(_AIO_BLOCKS, _AIO_DEPTHS)]
+        threads = [*itertools.product(_BLOCKS, _THREADS)]
+        if own is not None and own[0] % 512 == 0:
+            pairs, threads = [own, *pairs], [own, *threads]
+        found = [Arrangement(*pair, True, False) for pair in pairs if self._no_aio is None]
+        found += [Arrangement(*pair, False, False) for pair in threads]
+        found = _within([each for each in found if each.length <= largest])
+        return found or [Arrangement(_PAGE, count, False, False) for count in _THREADS]
+
+
+def _within(found: Sequence[Arrangement]) -> list[Arrangement]:
+    """Once each, with no more in flight than what one measures with."""
+    most = [each._replace(in_flight=min(each.in_flight, _MOST_DEPTH if each.aio else _MOST_THREADS)) for each in found]
+    return list(dict.fromkeys(each for each in most if each.in_flight_bytes <= _MOST_BYTES))
+
+
+def _without_aio() -> str | None:
+    """Why there is no kernel AIO here; None where there is."""
+    try:
+        aio.Queue(1).close()
+    except BenchError as error:
+        return f"threads only: {error}"
+    return None

@@ -1,0 +1,141 @@
+"""The ceilings of disks: which arrangement is chosen, and that each moves the bytes that it says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import aio, cache, ceilings_best, ceilings_disk
+from bench.ceilings_best import Best
+from bench.ceilings_disk import Arrangement, Disk
+from bench.config import BenchError
+from bench.loaders.base import GatherRequest
+
+MIB = 1 << 20
+
+
+class Rates:
+    """Arrangements that are as fast as they are told, and how often and with how much each was asked."""
+
+    def __init__(self, **rates: float) -> None:
+        self.rates, self.asked = dict(rates), []  # type: tuple[dict[str, float], list[tuple[str, int]]]
+
+    def __call__(self, choice: str, nbytes: int) -> float:
+        self.asked.append((choice, nbytes))
+        return self.rates[choice]
+
+
+def test_the_best_few_are_asked_in_every_round_and_the_best_of_them_is_the_ceiling() -> None:
+    rates = Rates(a=1.0, b=4.0, c=3.0, d=2.0, e=0.5)
+    best = Best(rates, list("abcde"), 1 << 40)
+    rates.asked.clear()
+    assert best.sample() == 4.0
+    rates.rates["d"] = 5.0  # the one that was picked is not the fastest for ever
+    assert best.sample() == 5.0
+    assert [name for name, _ in rates.asked] == ["b", "c", "d", "c", "d", "b"]
+    assert best.wins == {"b": 1, "c": 0, "d": 1}
+    assert best.describe(str) == "the best in each round of b (1 of 2); c (0 of 2); d (1 of 2)"
+
+
+def test_a_lucky_screening_is_corrected_by_the_trial() -> None:
+    rates = Rates(a=1.0, b=2.0, c=3.0, d=4.0)
+    seen: list[str] = []
+
+    def rate(choice: str, nbytes: int) -> float:
+        seen.append(choice)
+        return 9.0 if choice == "a" and seen.count("a") <= 2 else rates(choice, nbytes)
+
+    best = Best(rate, list("abcd"), 1 << 40)
+    assert set(best.wins) == {"b", "c", "d"}
+
+
+def test_trials_and_samples_are_as_long_as_they_have_to_be() -> None:
+    fast, slow = Rates(a=4.0), Rates(a=0.01)
+    for rates in (fast, slow):
+        Best(rates, ["a"], 1 << 40).sample()
+    assert fast.asked[-2:] == [("a", int(1e9)), ("a", int(4e9))], "0.25 s, and a second in a round"
+    assert slow.asked[-2:] == [("a", 4 * MIB), ("a", 10_000_000)], "no more than that of a slow disk"
+    short = Rates(a=4.0)
+    Best(short, ["a"], 8 * MIB, lambda _: 64 * MIB).sample()
+    assert {nbytes for _, nbytes in short.asked} == {8 * MIB}, "no more than there is"
+    assert len(short.asked) == 2 + ceilings_best._TRIAL_PASSES + 1, "in several passes"
+
+
+def test_nothing_to_choose_from_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no arrangement"):
+        Best(Rates(), [], MIB)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(os.urandom(2 * MIB))
+    return [str(tmp_path / name) for name in ("a", "b")]
+
+
+def request(record: int, count: int) -> GatherRequest:
+    numbers = np.random.default_rng(0).permutation(2 * MIB // record)[:count].astype(np.int64)
+    return GatherRequest((np.arange(count) % 2).astype(np.int32), numbers * record, record)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, keep: Any) -> None:
+    """Leave one arrangement to be found."""
+    within = ceilings_disk._within
+    monkeypatch.setattr(ceilings_disk, "_within", lambda found: [each for each in within(found) if keep(each)][:1])
+
+
+@pytest.mark.parametrize("by_aio", [False, True])
+@pytest.mark.parametrize("record", [None, 4096])
+def test_writes_reach_every_place_once(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, by_aio: bool, record: int | None
+) -> None:
+    asked = request(record, 300) if record else None
+    only(monkeypatch, lambda each: each.aio == by_aio)
+    before = [Path(path).read_bytes() for path in paths]
+    try:
+        disk = Disk(paths, 4 * MIB if asked is None else asked.total_bytes, request=asked, write=True)
+    except (ValueError, OSError, BenchError) as error:
+        pytest.skip(f"no O_DIRECT or no kernel AIO here: {error}")
+    (choice,) = disk._best.wins
+    assert disk.rate(choice, 1 << 40) > 0
+    disk.close()
+    changed = [
+        (np.frombuffer(Path(path).read_bytes(), np.uint8) != np.frombuffer(old, np.uint8)).reshape(-1, 4096).any(axis=1)
+        for path, old in zip(paths, before, strict=True)
+    ]
+    expected = [np.full(512, asked is None) for _ in paths]
+    if asked is not None:
+        for file, offset in zip(asked.file_index, asked.offsets, strict=True):
+            expected[file][offset // 4096] = True
+    assert all((mine == theirs).all() for mine, theirs in zip(changed, expected, strict=True))
+
+
+def test_a_rows_own_ios_are_among_the_arrangements(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Arrangement] = []
+    real = ceilings_disk._within
+    monkeypatch.setattr(ceilings_disk, "_within", lambda found: seen.extend(real(found)) or real(found))
+    Disk(paths, 4 * MIB, own=(256 << 10, 6)).close()
+    assert {(each.length, each.in_flight) for each in seen} >= {(256 << 10, 6), (MIB, 8)}
+    assert len(set(seen)) == len(seen)
+    if any(each.aio for each in seen):
+        found = {(each.length, each.in_flight) for each in seen if each.aio}
+        assert found >= {(512 << 10, 128), (MIB, 128)}
+    assert all(each.in_flight_bytes <= 256 * MIB and each.length <= 2 * MIB for each in seen)
+
+
+def test_without_o_direct_or_kernel_aio_the_detail_says_so(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "_CALLS", {})
+    disk = Disk(paths, 4 * MIB, request=request(4096, 64))
+    assert "threads only: no kernel AIO call numbers are known" in disk.describe()
+    disk.close()
+    monkeypatch.setattr(cache, "refuses_direct", lambda path: "O_DIRECT is refused here (Invalid argument)")
+    for asked, kind in ((None, "preadv_cold"), (request(4096, 64), "pread_cold_records")):
+        disk = Disk(paths, MIB, request=asked)
+        assert disk.kind == kind
+        assert disk.sample() > 0
+        assert "through the page cache: O_DIRECT is refused here" in disk.describe()
+        disk.close()
