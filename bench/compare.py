@@ -12,7 +12,8 @@ a percentile bootstrap that resamples A and B on their own (stats.ratio_of_media
     faster       the whole interval is above 1 + t
     slower       the whole interval is below 1 / (1 + t)
     same         the whole interval is between the two
-    ambiguous    it reaches across one of them, or a side has fewer than six samples: measure more
+    ambiguous    it reaches across one of them, or a side has fewer than six samples: measure more; of shares of a
+                 ceiling also where a row is faster than its ceiling can be
 
 So a difference is named only where the samples bear it and it is worth naming, and `same` is a finding, too, never the
 lack of one. For samples of one distribution the interval misses 1 by lying below it in about one of 50 comparisons, and
@@ -40,7 +41,7 @@ from typing import Any
 
 from bench import config, loaders, results, stats, sweeps
 from bench.config import BenchConfigError, BenchError
-from bench.record import Record
+from bench.record import Record, ceiling_believed
 
 THRESHOLD = 0.03
 BY = ("rate", "ceiling")
@@ -149,8 +150,16 @@ Label = tuple[str, str, str, str]
 def _row(label: Label, first: Sequence[Record], second: Sequence[Record], threshold: float, by: str) -> Verdict:
     a, b = ([value for record in rows for value in values(record, by)] for rows in (first, second))
     interval = stats.ratio_of_medians_ci95(a, b)
+    believed = by == "rate" or all(ceiling_believed(record) for record in (*first, *second))
     middle = stats.median(a), stats.median(b)
-    return Verdict(*label, verdict(interval, threshold), *middle, middle[1] / middle[0], interval, (len(a), len(b)))
+    return Verdict(
+        *label,
+        verdict(interval if believed else None, threshold),
+        *middle,
+        middle[1] / middle[0],
+        interval,
+        (len(a), len(b)),
+    )
 
 
 def values(record: Record, by: str) -> list[float]:

@@ -25,6 +25,8 @@ from bench.measure import NOT_COLD, STOPPED, Outcome
 from bench.scenarios.base import Workload
 
 SCHEMA_VERSION = 4
+#: Per cent of the ceiling that noise explains.
+MOST_SHARE = 105.0
 STATUSES = ("ok", "skipped", "failed")
 
 
@@ -143,6 +145,14 @@ def make(
         record.reason = "every sample is not_cold: pages stayed in memory" if samples else "no sample was taken"
     record.sample_labels = [list(sample.labels) for sample in samples]
     return record
+
+
+def ceiling_believed(row: Record) -> bool:
+    """Whether the ceiling that a row was held against can be the hardware's: nothing is much faster than that. False
+    above MOST_SHARE, but for a warm row that ends before what the ceiling is of: in mapped files or host memory."""
+    if row.pct_ceiling is None or row.pct_ceiling <= MOST_SHARE:
+        return True
+    return row.cache == "warm" and row.delivers in ("file mapping", "host memory")
 
 
 def _moved(moved: Sequence[Moved | None]) -> dict[str, list[int] | None]:

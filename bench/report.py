@@ -75,7 +75,9 @@ def content(measured: Sequence[Record]) -> Content:
         found = _TABLES[verb](measured)
     else:
         found = _loaded(sorted(measured, key=lambda record: -_median(record)))
-    found = found._replace(notes=[*found.notes, *report_bounds.notes(measured), *_stopped(measured)])
+    found = found._replace(
+        notes=[*found.notes, *report_bounds.notes(measured), *_stopped(measured), *table.disbelief(measured)]
+    )
     load, cores = measured[0].env.get("load_average"), measured[0].env.get("cores")
     if load is not None and cores and load > cores / 2:
         busy = f"The machine was busy with other work before this run (load {load:.1f} on {cores} cores)."

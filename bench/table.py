@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.record import Record
+from bench.record import MOST_SHARE, Record, ceiling_believed
 
 
 class Column(NamedTuple):
@@ -43,7 +43,7 @@ _MANY_COLUMNS = 12
 VERIFIED = Column("bytes", lambda r: "[green]ok[/]" if r.verified else "[red]wrong[/]")
 SPREAD = Column("± MAD", lambda r: rate(r.gb_per_s["mad"] if r.gb_per_s else None), REPORT_ONLY)
 COUNT = Column("n", lambda r: f"{r.gb_per_s['n']:.0f}" if r.gb_per_s else "", REPORT_ONLY)
-SHARE = Column("% of ceiling", lambda r: percent(r.pct_ceiling), REPORT_ONLY)
+SHARE = Column("% of ceiling", lambda r: share(r.pct_ceiling, ceiling_believed(r)), REPORT_ONLY)
 
 
 def make(title: str, gap: int = 1) -> Table:
@@ -95,6 +95,22 @@ def rate(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def share(value: float | None, believed: bool) -> str:
+    """Per cent of a ceiling, marked where it is more than a ceiling allows (`disbelief`)."""
+    return percent(value) if believed else f"{percent(value)} ?"
+
+
+def disbelief(records: Sequence[Record]) -> list[str]:
+    """The note that explains the mark of shares above 100 %."""
+    found = list(dict.fromkeys(record.loader for record in records if not ceiling_believed(record)))
+    if not found:
+        return []
+    return [
+        f"?: ceiling not believed. Above {MOST_SHARE:g} % of it, what was found is not what the hardware can do: "
+        f"{', '.join(found)}."
+    ]
 
 
 def seconds(value: float | None) -> str:

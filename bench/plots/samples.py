@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bench import peers, results, table
 from bench.measure import NOT_COLD
 from bench.plots import style
-from bench.record import Record
+from bench.record import Record, ceiling_believed
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -65,7 +65,10 @@ def _panel(panel: Axes, rows: Sequence[Record], part: str) -> None:
     beside.tick_params(axis="y", length=0, labelcolor=style.INK, labelsize=8.5)
     beside.spines["right"].set_visible(False)
     # Figure spaces are as wide as digits.
-    said = [f"{table.rate(_median(r)):>5} GB/s{table.percent(r.pct_ceiling):>6} %".replace(" ", "\u2007") for r in rows]
+    said = [
+        f"{table.rate(_median(r)):>5} GB/s{table.share(r.pct_ceiling, ceiling_believed(r)):>6} %".replace(" ", "\u2007")
+        for r in rows
+    ]
     style.ticks_at(beside.yaxis, range(len(rows)), said)
     if part:
         panel.set_title(part, loc="left", fontsize=9.5, color=style.INK)

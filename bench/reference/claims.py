@@ -3,8 +3,8 @@
 A proportion of two rows of the same part of a run is the median over the rounds, with the interval of paired samples.
 Of rows that were not measured in turn each side is resampled on its own, and rates are taken as shares of the ceilings
 of their own rounds: storage that is shared with others can be half as fast a minute later. Where the ceilings are not
-of one kind, such a claim stays undecided. A figure that the scenario derived comes with
-the interval that was derived with it, or with none, which leaves a claim undecided.
+of one kind, or a row is faster than its ceiling can be, such a claim stays undecided. A figure that the scenario
+derived comes with the interval that was derived with it, or with none, which leaves a claim undecided.
 
 Fewer than stats.LEAST_FOR_INTERVAL samples have no interval. Their range decides only where it lies so far from what is
 asked for that an exact test says so at 5 %, one-sided: the sign test for one figure (five samples), and for one row
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bench import stats
-from bench.record import Record
+from bench.record import Record, ceiling_believed
 from bench.reference.figures import Figure, Made, Missing, scaled, select
 from bench.reference.plan import NEEDS, UNITS, Claim
 
@@ -43,6 +43,8 @@ class Judged(NamedTuple):
     rows: tuple[str, ...] = ()
     range: tuple[float, float] | None = None
     n: int = 0
+    #: Whether the ceiling of `pct_ceiling` can be the hardware's.
+    believed: bool = True
 
 
 class _Value(NamedTuple):
@@ -78,6 +80,7 @@ def judge(claim: Claim, made: Mapping[str, Made]) -> Judged:
         tuple(figure.row.loader for figure in figures),
         scaled(ours.range, scale),
         ours.n,
+        ceiling_believed(figures[0].row),
     )
     if claim.needs is not None and not _meets(figures[0].row):
         route = figures[0].row.route or "an unknown route"
@@ -92,7 +95,18 @@ def judge(claim: Claim, made: Mapping[str, Made]) -> Judged:
                 verdict=UNDECIDED, reason=f"{reason}; measured at different times, under ceilings of different kinds"
             )
         reason = f"{reason}; of shares of the ceilings, {limits} GB/s, since they were measured at different times"
+    if (beaten := _beaten(claim, figures)) is not None:
+        return found._replace(verdict=UNDECIDED, reason=f"{reason}; ceiling not believed: {beaten}")
     return found._replace(verdict=verdict, reason=reason)
+
+
+def _beaten(claim: Claim, figures: Sequence[Figure]) -> str | None:
+    """Which row is faster than its ceiling allows, where the figure is of shares of ceilings; None where none is."""
+    asked = any(selector is not None and selector.figure == "pct_ceiling" for selector in (claim.ours, claim.over))
+    if not asked and not (len(figures) == 2 and _apart(*figures)):
+        return None
+    rows = [figure.row for figure in figures if not ceiling_believed(figure.row)]
+    return ", ".join(f"{row.loader} reaches {row.pct_ceiling:.0f} % of it" for row in rows) or None
 
 
 def _meets(row: Record) -> bool:

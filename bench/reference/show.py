@@ -22,10 +22,11 @@ _EXPLAINED = (
     "where none of it does. Fewer than six samples have no interval: their range is shown, which holds the median in "
     "75 % of runs with three samples and in 94 % with five, and it decides only where an exact test says so at 5 %, as "
     "the reason then states. Rates are decimal and of the hardware that is named: they are shown, not compared. "
-    "% of ceiling is what our row reaches of what this machine can do, measured in the same process. Routes that issue "
-    "each io from threads of Python (storage_gpu, storage_cpu, storage_cpu_gpu) are bounded by the interpreter below "
-    "some 256 KiB: what they say of small ios is of them, and not of the storage; engine_* and storage_cpu_aio are "
-    "native."
+    "% of ceiling is what our row reaches of what this machine can do, measured in the same process; a ? says "
+    "that the ceiling is not believed, as the row is faster, and a claim on such shares stays undecided. Routes that "
+    "issue each io from threads of Python (storage_gpu, storage_cpu, storage_cpu_gpu) are bounded by the interpreter "
+    "below some 256 KiB: what they say of small ios is of them, and not of the storage; engine_* and "
+    "storage_cpu_aio are native."
 )
 
 
@@ -47,7 +48,9 @@ def show(judged: Sequence[Judged], made: Mapping[str, Made], out: Console) -> No
         for each in found:
             said = each.verdict if each.verdict == SHOWN else f"{each.verdict}: {each.reason}"
             verdict = f"[{_COLOURS[each.verdict]}]{escape(said)}[/]"
-            drawn.add_row(escape(each.claim.says), theirs(each), ours(each), table.percent(each.pct_ceiling), verdict)
+            drawn.add_row(
+                escape(each.claim.says), theirs(each), ours(each), table.share(each.pct_ceiling, each.believed), verdict
+            )
         out.print(drawn)
         out.print()
     for name, part in made.items():
@@ -87,7 +90,7 @@ def _opening(judged: Sequence[Judged], made: Mapping[str, Made], directory: Path
                     theirs(each),
                     ours(each),
                     " / ".join(each.rows),
-                    table.percent(each.pct_ceiling),
+                    table.share(each.pct_ceiling, each.believed),
                     each.verdict,
                     each.reason,
                 ]

@@ -137,6 +137,12 @@ def test_shares_of_the_ceiling_cancel_what_moved_both() -> None:
         compare.compare([], [], by="size")
 
 
+def test_shares_of_a_ceiling_that_is_not_believed_are_ambiguous() -> None:
+    beaten = row("x", TIGHT, ceiling=[35.0] * 7)
+    assert only(compare.compare([row("x", TIGHT)], [beaten], by="ceiling")).verdict == "ambiguous"
+    assert only(compare.compare([row("x", TIGHT)], [beaten])).verdict == "same"
+
+
 def test_a_sweep_is_compared_point_by_point() -> None:
     sizes = (1 << 20, 1 << 24)
     a = [row("x", TIGHT, options={"chunk_size": size}) for size in sizes]

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from bench import config, reference, report_bounds, results, resume
+from bench import config, reference, report, report_bounds, results, resume, table
 from bench.config import BenchConfigError, BenchError, ReferenceConfig
 from bench.reference import claims, parts, plan, show
 from bench.reference.claims import FAILS, HOLDS, INCOMPARABLE, SHOWN, UNDECIDED
@@ -94,6 +94,25 @@ def test_rates_of_different_times_are_taken_as_shares_of_their_ceilings() -> Non
     judged = claims.judge(asked, found)
     assert judged.verdict == UNDECIDED
     assert "ceilings of different kinds" in judged.reason
+
+
+def test_shares_of_a_ceiling_that_is_not_believed_decide_nothing() -> None:
+    found = pair()
+    for each, limit in zip(found["p"].rows, (18.0, 20.0), strict=True):
+        each.ceiling["samples"] = [limit] * 6
+        each.pct_ceiling = 100 * each.gb_per_s["median"] / limit  # type: ignore[index]
+    judged = claims.judge(claim(over=Selector("p", "slow"), at_least=1.5), found)
+    assert judged.verdict == UNDECIDED
+    assert "ceiling not believed: fast reaches 111 % of it" in judged.reason
+    share = claims.judge(claim(unit="%", ours=Selector("p", "fast", figure="pct_ceiling"), at_least=90.0), found)
+    assert (share.verdict, share.believed) == (UNDECIDED, False)
+    rate = claims.judge(claim(unit="GB/s", at_least=10.0), found)
+    assert rate.verdict == HOLDS, "what needs no ceiling is judged"
+    rows = found["p"].rows
+    assert [table.SHARE.cell(each) for each in rows] == ["111.1 ?", "50.0"]
+    assert any("ceiling not believed" in note and "fast" in note for note in report.content(rows).notes)
+    rows[0].delivers = "file mapping"
+    assert table.SHARE.cell(rows[0]) == "111.1", "a warm mapping need not be copied"
 
 
 def test_too_few_samples_decide_nothing() -> None:
