@@ -17,7 +17,6 @@ from bench import (
     report_layers,
     report_mlperf,
     report_transfer,
-    results,
     stats,
     table,
 )
@@ -93,13 +92,11 @@ def _stopped(measured: Sequence[Record]) -> list[str]:
         "max_seconds": "the time of scenario.max_seconds was over",
         "target_spread": "all intervals were narrow enough",
     }
-    parts = {
-        results.part(r): (len(r.ceiling["samples"]), r.config["scenario"].get("rounds"), r.stopped) for r in measured
-    }
+    early = [record for record in measured if record.stopped in why]
     said = [
-        f"Stopped after {made} of {asked} rounds: {why[reason]}."
-        for made, asked, reason in parts.values()
-        if reason in why
+        f"Stopped after {len(record.ceiling['samples'])} of {record.config['scenario']['rounds']} rounds: "
+        f"{why[str(record.stopped)]}."
+        for record in early
     ]
     return list(dict.fromkeys(said))
 
@@ -134,7 +131,7 @@ def _loaded(records: Sequence[Record]) -> Content:
             notes.append(f"{found} of {sum(len(record.samples_s) for record in records)} samples are {meaning}.")
     columns = _columns(first.verb, records)
     if (beside := peers.beside([records], 120)) is not None:
-        columns.insert(-1, beside.column)
+        columns[-1:-1] = beside.columns
         notes.append(beside.note)
     return Content(
         f"{first.scenario}: {table.size(first.bytes)} a sample, {first.units} {first.unit}, {first.cache} cache, "

@@ -32,8 +32,8 @@ def checkpoints(records: Sequence[Record]) -> Content:
             f"ceiling of {_of(rows[0])['model']}: {ceiling['kind']} ({ceiling['detail']}), sampled every round."
         )
     columns = _columns(records)
-    if (beside := peers.beside(groups, _BESIDE_WIDTH)) is not None:
-        columns.insert(-1, beside.column)
+    if (beside := peers.beside(groups, _BESIDE_WIDTH, _BESIDE_WIDTH)) is not None:
+        columns[-1:-1] = beside.columns
         notes.append(beside.note)
     return Content(f"{first.scenario}: Llama 3 shapes, {first.device}", columns, sections, notes)
 
@@ -52,7 +52,7 @@ def _columns(records: Sequence[Record]) -> list[Column]:
         Column("fsync %", lambda r: table.percent(100 * _of(r)["fsync_share"])),
         Column("read", _read),
         Column("room", lambda r: table.size(int(_of(r)["room_bytes"])), table.REPORT_ONLY),
-        Column("first", lambda r: table.seconds(r.first_s), 110),
+        Column("first", lambda r: table.seconds(r.first_s), table.REPORT_ONLY),
         Column("start-up", lambda r: table.seconds(r.startup_s), table.REPORT_ONLY),
         Column("CPU s/GB", lambda r: "" if r.cpu_s_per_gb is None else f"{r.cpu_s_per_gb:.2f}", table.REPORT_ONLY),
         table.VERIFIED,

@@ -41,7 +41,7 @@ def epochs(records: Sequence[Record]) -> Content:
     )
     columns = _columns(computing, records)
     if not computing and (beside := peers.beside([section.records for section in sections], 120)) is not None:
-        columns.insert(-1, beside.column)
+        columns[-1:-1] = beside.columns
         shown.append(beside.note)
     return Content(
         f"{first.scenario}: {table.size(found['dataset_bytes'])} a dataset, {first.cache} cache, {first.device}",

@@ -62,7 +62,7 @@ def workloads(records: Sequence[Record]) -> Content:
         if any(_borrowed(row, rates.get(_key(row))) for row in rows):
             notes.append("‡: more than that rate sustains: samples that lived on what had been read ahead, or noise.")
         if (beside := peers.beside(by_workload, 110)) is not None:
-            columns.insert(-2, Column(beside.column.title, rate(beside.column.cell), beside.column.from_width))
+            columns[-2:-2] = [each._replace(cell=rate(each.cell)) for each in beside.columns]
             notes.append(beside.note)
     for section in sections:
         notes += _described(section.records, rates)

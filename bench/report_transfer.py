@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench import config_transfer, report_bounds, results, table
+from bench import config_transfer, peers, report_bounds, results, table
 from bench.record import Record
 from bench.table import Column, Content, Section
 
@@ -38,9 +38,13 @@ def transfers(records: Sequence[Record]) -> Content:
         f"{table.rate(r.ceiling['gb_per_s'])} GB/s."
         for r in records
     )
+    columns = _columns(records)
+    if (beside := peers.beside([section.records for section in sections], 120)) is not None:
+        columns[-1:-1] = beside.columns
+        notes.append(beside.note)
     return Content(
         f"{first.scenario}: {table.size(_of(first)['dataset_bytes'])} of files, {first.cache} cache, {first.device}",
-        _columns(records),
+        columns,
         sections,
         [*notes, *(_folded(detail))],
     )

@@ -86,7 +86,12 @@ def _legend(records: Sequence[Record]) -> dict[str, Artist]:
 
     colours = {_colour(record) for record in records}
     labels = {label for record in records for found in record.sample_labels for label in found}
-    names = {"gdsstream": style.BLUE, "peers": style.VERMILION, "the hardware alone": style.DIM}
+    names = {
+        "gdsstream": style.BLUE,
+        "other libraries": style.VERMILION,
+        "plain ios, written by hand": style.OLIVE,
+        "the hardware alone": style.DIM,
+    }
     shown: dict[str, Artist] = {name: dot(colour) for name, colour in names.items() if colour in colours}
     if "outlier" in labels:
         shown["outlier"] = dot(style.INK, face=style.BACKGROUND)
@@ -98,6 +103,8 @@ def _legend(records: Sequence[Record]) -> dict[str, Artist]:
 
 
 def _colour(record: Record) -> str:
+    if peers.is_plain(record):
+        return style.OLIVE
     if peers.is_peer(record):
         return style.VERMILION
     return style.BLUE if peers.is_own(record) else style.DIM

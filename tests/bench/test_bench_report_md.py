@@ -14,7 +14,7 @@ import record_rows
 from conftest import ROOT
 from record_rows import CPU, H200, row, unmeasured, write
 
-from bench import peers, report, report_md, results, sweeps
+from bench import peers, report, report_md, results, stats, sweeps
 from bench.config import BenchError
 from bench.plots import overhead, overlap, samples, sweep
 from bench.record import Record
@@ -117,18 +117,34 @@ def test_the_best_peer_is_compared_round_by_round() -> None:
     slow = row("slow", [1.0, 2.0, 3.0], kind="safetensors")
     found = peers.beside([[slow, ours, fast]], 0)
     assert found is not None
-    assert [found.column.cell(each) for each in (ours, fast, slow)] == [
+    ratio, sure = found.columns
+    assert [ratio.cell(each) for each in (ours, fast, slow)] == [
         "1.33",
         "1.00",
         "0.10",
     ]  # not 40 / 15, the ratio of the medians
+    assert (sure.title, sure.cell(ours)) == ("x peer range (n=3)", "1.20-4.00")
     assert "fast." in found.note
+
+
+def test_routes_of_transfers_are_compared_with_the_best_that_is_not_ours_and_ends_where_they_do() -> None:
+    rows = results.groups(results.read(H200 / "reference" / "results.jsonl"))[0].measured
+    of = {each.loader: each for each in rows}
+    assert {name for name in of if peers.is_own(of[name])} == {name for name in of if name.startswith("engine_")}
+    plain = {name for name, each in of.items() if peers.is_plain(each)}
+    assert plain == {"storage_cpu", "storage_cpu_gpu", "storage_cpu_gpu_async"}
+    shown = report.content(rows)
+    column = next(each for each in shown.columns if each.title == "x peer")
+    best = of["storage_cpu_gpu"]
+    assert column.cell(of["engine_direct"]) == f"{stats.median(peers.ratios(of['engine_direct'], best)):.2f}" == "1.04"
+    assert (column.cell(best), column.cell(of["storage_cpu"])) == ("1.00", ""), "host memory is not the GPU"
+    assert any("within the rounds: storage_cpu_gpu (plain ios)." in note for note in shown.notes)
 
 
 def test_rounds_that_were_not_cold_are_left_out_of_both() -> None:
     ours = row("ours", [40.0, 20.0, 60.0], labels=[[], ["not_cold"], []])
     other = row("other", [10.0, 1.0, 20.0], kind="kvikio")
-    assert peers.ratio(ours, other) == pytest.approx(3.5)
+    assert peers.ratios(ours, other) == pytest.approx([4.0, 3.0])
 
 
 def test_without_a_peer_or_beside_peers_alone_there_is_no_ratio() -> None:
@@ -141,8 +157,8 @@ def test_every_kind_of_loader_is_ours_a_limit_or_a_peer() -> None:
 
     ours = {kind for kind in KINDS if peers.is_own(row("x", RATES, kind=kind))}
     theirs = {kind for kind in KINDS if peers.is_peer(row("x", RATES, kind=kind))}
-    assert {*peers._OWN, *peers._LIMITS} <= set(KINDS)
-    assert {"gdsstream", "gdsstream_handle", "gdsstream_layers", "shard_loader"} <= ours
+    assert {*peers._OWN, *peers._LIMITS, *peers._PLAIN} <= set(KINDS)
+    assert {"gdsstream", "gdsstream_handle", "gdsstream_layers", "shard_loader", "transfer_engine"} <= ours
     assert {"kvikio", "safetensors", "torch_dataloader", "pread"} <= theirs
     assert not ours & theirs
 
@@ -223,7 +239,7 @@ def test_samples_are_drawn_with_outliers_and_what_was_not_cold(tmp_path: Path) -
     assert height > 180
     assert "ceiling (steady)" in caption
     assert set(samples._legend(rows)) == {
-        "gdsstream", "peers", "outlier", "not cold, not counted", "ceiling", "its range",
+        "gdsstream", "other libraries", "outlier", "not cold, not counted", "ceiling", "its range",
     }  # fmt: skip
 
 
