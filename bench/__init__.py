@@ -31,7 +31,8 @@ the ratios within the rounds. Every file states its own rules in its docstring:
                      report_epoch.py those of data loaders, report_transfer.py those of transfers, peers.py the ratio to
                      the best other library
     report_bounds.py intervals, or ranges where samples are too few for one
-    report_md.py     `python -m bench.report`: the same tables and plots/ in a report.md; sweeps.py finds what was swept
+    report_md.py     `python -m bench.report`: the same tables and plots/ in a report.md; sweeps.py finds what was
+                     swept, sweeps_best.py names the fastest of it
     compare.py       `python -m bench.compare`: is one run faster than another; compare_output.py prints it
     moe.py model.py  what the layer scenarios compute: a layer without allocation, and a model to train
     slope.py         overhead a layer and fill of a pipeline (pure)

@@ -18,6 +18,7 @@ from bench import (
     report_mlperf,
     report_transfer,
     stats,
+    sweeps_best,
     table,
 )
 from bench.measure import FEWER_DEVICE_BYTES, NOT_COLD
@@ -55,6 +56,8 @@ def show(records: Sequence[Record], out: Console) -> None:
         for found in (content(measured), *more(measured)):
             table.show(found, out)
             out.print()
+        for line in sweeps_best.lines(measured):
+            out.print(line, markup=False, highlight=False)
     rest = not_measured(records)
     if rest:
         left = table.make("Not measured")

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.text import Text
 
-from bench import report, results
+from bench import report, results, sweeps_best
 from bench.config import BenchError
 from bench.record import Record
 from bench.results import Group
@@ -106,10 +106,12 @@ def _document(
         lines += _missing(group.rest)
         for picture, caption in drawn:
             lines += _picture(picture, caption)
-    if sweeps:
+    best = sweeps_best.lines([row for _, group in found for row in group.measured])
+    if sweeps or best:
         lines += ["## Sweeps", ""]
         for picture, caption in sweeps:
             lines += _picture(picture, caption)
+        lines += [f"- {_escaped(line)}" for line in best]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bench import config_transfer, results, table
@@ -39,11 +40,13 @@ _NAMES = {
 
 
 class Line(NamedTuple):
-    """The records at each value of the knob, ascending: of `loader`, a name or kind, and what else tells it apart."""
+    """The records at each value of the knob, ascending: of `loader`, a name or kind, and what else tells it apart, for
+    people; `beside` has all other settings in which rows of this kind differ."""
 
     loader: str
     fixed: str
     points: list[tuple[float, list[Record]]]
+    beside: Mapping[str, Any] = MappingProxyType({})
 
 
 class Sweep(NamedTuple):
@@ -113,7 +116,7 @@ def _lines(
         alone = len(names[line]) == 1 and all(names[line] != names[other] for other in kept if other != line)
         loader = next(iter(names[line])) if len(names[line]) == 1 else kind
         said = "" if alone else ", ".join(f"{short(key)} {value(key, fixed[line].get(key))}" for key in told)
-        result.append(Line(loader, said, sorted(points.items())))
+        result.append(Line(loader, said, sorted(points.items()), fixed[line]))
     return result
 
 

@@ -82,9 +82,9 @@ def size(nbytes: int) -> str:
 
 
 def block(nbytes: float) -> str:
-    """Of a record, chunk or read: in binary units where it is a whole number of them."""
+    """Of a record, chunk or read: in binary units where it is a whole, short number of them."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
+        if nbytes >= unit and nbytes % unit == 0 and nbytes // unit < 10_000:
             return f"{nbytes // unit:.0f} {name}"
     return f"{nbytes / 1e9:g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:g} MB" if nbytes >= 1e6 else f"{nbytes:g} B"
 

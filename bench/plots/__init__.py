@@ -36,12 +36,14 @@ def of_group(group: Group, stem: str, directory: Path) -> list[Plot]:
 
 
 def of_sweeps(records: Sequence[Record], directory: Path) -> list[Plot]:
-    """Draw every sweep that is found in the records' settings, each into a file of its own."""
+    """Draw every sweep of three values or more that is found in the records' settings, each into a file of its own."""
     from bench import sweeps
     from bench.plots import sweep
 
     drawn: list[Plot] = []
     for found in sweeps.find(records):
+        if len(sweep.values(found)) < sweep.LEAST_POINTS:
+            continue
         stem = f"sweep-{found.scenario}-{found.knob.rpartition('.')[2]}"
         same = sum(path.stem == stem or path.stem.startswith(f"{stem}-") for path, _ in drawn)
         drawn.append(sweep.draw(found, directory / f"{stem}{f'-{same + 1}' if same else ''}.png"))

@@ -37,6 +37,8 @@ def draw(records: Sequence[Record], path: Path) -> tuple[Path, str]:
         "A dot is a sample, the first at the top of its row; the bar is the median. Outliers are counted. "
         f"The ceiling ({first.ceiling['kind']}) is drawn as its median and range. At the right: median, share of it."
     )
+    if not all(map(ceiling_believed, records)):
+        caption += " ?: the ceiling is not believed."
     return path, caption
 
 
@@ -66,9 +68,10 @@ def _panel(panel: Axes, rows: Sequence[Record], part: str) -> None:
     beside.spines["right"].set_visible(False)
     # Figure spaces are as wide as digits.
     said = [
-        f"{table.rate(_median(r)):>5} GB/s{table.share(r.pct_ceiling, ceiling_believed(r)):>6} %".replace(" ", "\u2007")
+        f"{table.rate(_median(r)):>5} GB/s{table.percent(r.pct_ceiling):>6} %{' ' if ceiling_believed(r) else '?':>2}"
         for r in rows
     ]
+    said = [text.replace(" ", "\u2007") for text in said]
     style.ticks_at(beside.yaxis, range(len(rows)), said)
     if part:
         panel.set_title(part, loc="left", fontsize=9.5, color=style.INK)

@@ -343,9 +343,9 @@ def test_a_swept_file_has_a_table_and_a_plot_of_each_point(tmp_path: Path) -> No
     assert names == [
         *[f"rows-{number}-samples.png" for number in range(1, 7)],
         "sweep-load_model-chunk_size.png",
-        "sweep-load_model-io_depth.png",
-    ]
+    ]  # and none of the two depths
     assert all(f"]({name})" in text for name in names)
+    assert "\n- Best of 6 for load_model, staged: chunk size 16 MiB, io depth 8: " in text
 
 
 def test_two_machines_are_told_apart(tmp_path: Path) -> None:
