@@ -185,7 +185,7 @@ def _by_signs(values: Sequence[float], n: int) -> Callable[[float, bool], str | 
     def decides(bound: float, above: bool) -> str | None:
         beyond = bool(values) and (min(values) > bound if above else max(values) < bound)
         chance = stats.sign_test(n) if beyond else 1.0
-        return f"all {n} samples {_side(above)}: sign test, p = {chance:.2g}" if chance <= stats.LEVEL else None
+        return f"all {n} samples agree: sign test, p = {chance:.2g}" if chance <= stats.LEVEL else None
 
     return decides
 
@@ -195,14 +195,10 @@ def _by_groups(one: Sequence[float], other: Sequence[float]) -> Callable[[float,
         times = [bound * value for value in other]
         chance = stats.permutation_test(*((one, times) if above else (times, one)))
         n = f"{len(one)} and {len(other)}"
-        said = f"the ranges of {n} samples lie apart {_side(above)}: permutation test, p = {chance:.2g}"
+        said = f"the ranges of {n} samples lie apart: permutation test, p = {chance:.2g}"
         return said if chance <= stats.LEVEL else None
 
     return decides
-
-
-def _side(above: bool) -> str:
-    return "above it" if above else "below it"
 
 
 def _together(one: Record, other: Record) -> bool:

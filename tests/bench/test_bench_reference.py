@@ -125,11 +125,11 @@ def test_too_few_samples_decide_nothing() -> None:
 @pytest.mark.parametrize(
     ("count", "bounds", "verdict", "said"),
     [
-        (3, {"at_least": 1.5}, HOLDS, "the ranges of 3 and 3 samples lie apart above it: permutation test, p = 0.05"),
+        (3, {"at_least": 1.5}, HOLDS, "the ranges of 3 and 3 samples lie apart: permutation test, p = 0.05"),
         (3, {"at_most": 1.5}, FAILS, "permutation test, p = 0.05"),
         (3, {"at_least": 1.97}, UNDECIDED, "too few samples for an interval (n=3)"),
         (2, {"at_least": 1.5}, UNDECIDED, "too few samples for an interval (n=2)"),
-        (5, {"at_least": 1.93}, HOLDS, "all 5 samples above it: sign test, p = 0.031"),
+        (5, {"at_least": 1.93}, HOLDS, "all 5 samples agree: sign test, p = 0.031"),
         (5, {"at_least": 1.5, "at_most": 2.5}, HOLDS, "sign test"),
     ],
 )
