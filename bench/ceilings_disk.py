@@ -1,10 +1,11 @@
 """What a disk gives and takes: the ceilings of cold reads, of single records, and of writes into files that exist.
 
-Ios with O_DIRECT between the files and memory that all arrangements share, page-aligned and in use before, so that no
-page is faulted in where it is timed. Threads that wait for their ios, or kernel AIO, which keeps many in flight from
-one thread; blocks in the files' order, or single records where a request names them. Which arrangement is the ceiling,
-ceilings_best.py says. Where the file system refuses O_DIRECT they go through the page cache, emptied before, and the
-kind and detail say so; without kernel AIO there are threads only.
+Ios with O_DIRECT between the files and memory that all arrangements share, in use before, so that no page is faulted in
+where it is timed, and of huge pages where the system has them: a virtual disk that takes so many segments in a request
+was three times as fast into them as into small ones. Threads that wait for their ios, or kernel AIO, which keeps many
+in flight from one thread; blocks in the files' order, or single records where a request names them. Which arrangement
+is the ceiling, ceilings_best.py says. Where the file system refuses O_DIRECT they go through the page cache, emptied
+before, and the kind and detail say so; without kernel AIO there are threads only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -77,16 +79,8 @@ class Disk(Ceiling):
         choices = self._records(request, own) if request is not None else []
         if request is None or both:
             choices += [each for each in self._blocks(own) if each not in choices]
-        # Private, so that the kernel may use huge pages; written, so that they are there, and not with zeros, which
-        # some disks do not store.
-        size = max(each.in_flight_bytes for each in choices)
-        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        piece = np.random.default_rng(0).integers(0, 256, min(size, _MIB), dtype=np.uint8)
-        view = np.frombuffer(self._memory, dtype=np.uint8)
-        view[:] = np.resize(piece, size)
-        self._address = view.ctypes.data
-        del view
+        self._memory = used_memory(max(each.in_flight_bytes for each in choices))
+        self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
         try:
             most = min(nbytes, sum(self._sizes))
             self._best = Best(self.rate, choices, most, lambda each: 4 * each.in_flight * each.length)
@@ -199,6 +193,17 @@ class Disk(Ceiling):
         found += [Arrangement(*pair, False, False) for pair in threads]
         found = _within([each for each in found if each.length <= largest])
         return found or [Arrangement(_PAGE, count, False, False) for count in _THREADS]
+
+
+def used_memory(nbytes: int) -> mmap.mmap:
+    """Private memory that was written to, page-aligned, of huge pages where there are any. Not with zeros, which some
+    file systems and disks do not store; the bytes come again after 16 MiB."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    piece = np.random.default_rng(0).integers(0, 256, min(nbytes, 16 * _MIB), dtype=np.uint8)
+    np.frombuffer(memory, dtype=np.uint8)[:] = np.resize(piece, nbytes)
+    return memory
 
 
 def _within(found: Sequence[Arrangement]) -> list[Arrangement]:

@@ -17,11 +17,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from bench import fsyncs
 from bench.ceilings import Ceiling
 from bench.ceilings_best import Best
+from bench.ceilings_disk import used_memory
 from bench.config import BenchError
 
 _MIB = 1 << 20
@@ -42,10 +41,7 @@ class DirectWrite(Ceiling):
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._parent = directory
         self._nbytes = max(nbytes // _ALIGNMENT, 1) * _ALIGNMENT
-        # Not the same bytes everywhere, nor zeros: some file systems and disks store neither.
-        size = min(-(-self._nbytes // _ALIGNMENT) * _ALIGNMENT, _SOURCE_BYTES)
-        self._memory = mmap.mmap(-1, size)
-        np.frombuffer(self._memory, dtype=np.uint8)[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+        self._memory = used_memory(min(self._nbytes, _SOURCE_BYTES))
         try:
             self._no_direct = self._why_not_direct()
             self.kind = "write_fsync" if self._no_direct else "write_o_direct_fsync"
