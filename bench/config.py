@@ -118,6 +118,8 @@ class EpochConfig(ScenarioConfig):
     sample_bytes: int | None = None
     #: Of compute for each batch, real kernels; 0 measures how fast batches come instead.
     compute_ms: float = 0.0
+    #: Of a dataset, at most, where small ones would make too many; None: as many as fill the files.
+    most_records: int | None = None
 
     def __post_init__(self) -> None:
         ScenarioConfig.__post_init__(self)
@@ -125,6 +127,8 @@ class EpochConfig(ScenarioConfig):
         at_least("scenario.batch_bytes", self.batch_bytes, 1)
         if self.sample_bytes is not None:
             at_least("scenario.sample_bytes", self.sample_bytes, 1)
+        if self.most_records is not None:
+            at_least("scenario.most_records", self.most_records, 4)
         at_least("scenario.compute_ms", self.compute_ms, 0)
         if self.sample_seconds <= 0:
             raise BenchConfigError(f"'scenario.sample_seconds' is {self.sample_seconds}; it has to be positive")

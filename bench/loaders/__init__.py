@@ -13,6 +13,7 @@ from bench.loaders.base import Loader
 #: kind in the configuration -> module and class
 KINDS = {
     "gdsstream": ("bench.loaders.gdsstream", "LoadFile"),
+    "gdsstream_devices": ("bench.loaders.gdsstream_devices", "Devices"),
     "gdsstream_handle": ("bench.loaders.gdsstream_handle", "Handle"),
     "gdsstream_layers": ("bench.loaders.gdsstream_layers", "Layers"),
     "safetensors": ("bench.loaders.safetensors", "Safetensors"),

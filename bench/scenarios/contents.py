@@ -41,7 +41,8 @@ class Contents:
             raise VerificationError(f"{info.name} is on {tensor.device}, not on {self._device}")
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start, place, count in self._files.expected(info):
-            found, wanted = data[start : start + count], self._pool[place : place + count]
+            # On another GPU where a loader brings tensors to several.
+            found, wanted = data[start : start + count].to(self._pool.device), self._pool[place : place + count]
             if not _same(found, wanted):
                 where = start + int((found != wanted).to(torch.uint8).argmax())
                 path = self._files.paths[info.file]

@@ -7,6 +7,7 @@ beyond compute alone, but for its first batch, which has its own figure.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ class Epoch(Batches):
         (size,) = scenario.sizes
         directory = files.directory / f"records-{size}"
         directory.mkdir()
-        count = files.plan.total_bytes // size
+        count = min(files.plan.total_bytes // size, scenario.most_records or sys.maxsize)
         shards = record_shards.write(directory / "shards", files.pool, count, size, files.plan.files)
         super().__init__(
             shards,
