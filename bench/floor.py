@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench import files, report, stats
+from bench import environment, files, stats, subject
 from bench.config import StorageConfig
 
 _READ_BYTES = 2 << 20
@@ -63,14 +64,17 @@ def _size(path: str) -> int:
     return os.path.getsize(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.floor", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--files", type=int, default=8)
-    parser.add_argument("--file-bytes", type=int, default=files.LAYER_BYTES)
-    parser.add_argument("--rounds", type=int, default=6)
-    options = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = subject.parser("floor", __doc__)
+    made.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    made.add_argument("--files", type=int, default=8)
+    made.add_argument("--file-bytes", type=int, default=files.LAYER_BYTES)
+    made.add_argument("--rounds", type=int, default=6)
+    return made
 
+
+def measure(options: argparse.Namespace) -> list[subject.Line]:
+    """One row. Raises BenchError where the files do not fit."""
     import torch
 
     import gdsstream
@@ -83,35 +87,41 @@ def main() -> None:
     )
     threads = min(12, len(os.sched_getaffinity(0)))
     config = gdsstream.StreamConfig(backend="staged", direct_io=False, num_threads=threads, chunk_size=_READ_BYTES)
-    rates: list[float] = []
-    pairs: list[tuple[float, float]] = []
+    figures: dict[str, list[float]] = {name: [] for name in ("gb_per_s", "staged_cpu_s_per_gb", "bare_cpu_s_per_gb")}
     with files.written(plan) as written:
-        for _ in range(options.rounds + 1):
+        for number in range(options.rounds + 1):
             cpu, start = time.process_time(), time.perf_counter()
             tensors = gdsstream.load_file(list(written.paths), device=device, config=config)
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             cpu = time.process_time() - cpu
-            rates.append(written.data_bytes / seconds / 1e9)
+            rate = written.data_bytes / seconds / 1e9
             del tensors
-            floor = paced_reads(written.paths, threads, config.staging_bytes, rates[-1])
-            pairs.append((cpu / (written.data_bytes / 1e9), floor))
-    pairs = pairs[1:]  # the first round pays for threads and pinned memory
-    ratios = stats.paired_ratios([a for a, _ in pairs], [b for _, b in pairs])
-    interval = stats.median_ci95(ratios)
-    said = "95 % CI" if interval else "range"
-    low, high = interval or (min(ratios), max(ratios))
-    out = report.console()
-    out.print(
-        f"{device}, {threads} threads, reads of {_READ_BYTES >> 20} MiB, {plan.total_bytes / 1e9:.2f} GB a round, "
-        f"n = {len(pairs)}: staged {stats.median([a for a, _ in pairs]):.3f} CPU s/GB at "
-        f"{stats.median(rates[1:]):.1f} GB/s, bare preadv at the same rate {stats.median([b for _, b in pairs]):.3f}; "
-        f"ratio {stats.median(ratios):.2f} ({said} {low:.2f}-{high:.2f})",
-        highlight=False,
-    )
+            floor = paced_reads(written.paths, threads, config.staging_bytes, rate)
+            if number:  # the first round pays for threads and pinned memory
+                for name, value in zip(figures, (rate, cpu / (written.data_bytes / 1e9), floor), strict=True):
+                    figures[name].append(value)
     gdsstream.release_engines()
+    ratios = stats.paired_ratios(figures["staged_cpu_s_per_gb"], figures["bare_cpu_s_per_gb"])
+    derived: dict[str, Any] = {name: stats.median(values) for name, values in figures.items()}
+    derived |= {"ratio": stats.median(ratios), "ratio_ci95": subject.interval(ratios)}
+    derived |= {"device": device, "threads": threads, "read_bytes": _READ_BYTES, "ring_bytes": config.staging_bytes}
+    env = environment.collect(plan.directory, "cuda:0" if device == "cuda" else device)
+    return [subject.Line("floor", "staged", subject.settings(options), figures, derived, env)]
+
+
+def said(line: subject.Line) -> str:
+    """A row for people."""
+    d = line.derived
+    low, high = d["ratio_ci95"] or (float("nan"), float("nan"))
+    return (
+        f"{d['device']}, {d['threads']} threads, reads of {d['read_bytes'] >> 20} MiB, ring of "
+        f"{d['ring_bytes'] >> 20} MiB, n = {len(line.figures['gb_per_s'])}: staged {d['staged_cpu_s_per_gb']:.3f} "
+        f"CPU s/GB at {d['gb_per_s']:.1f} GB/s, bare preadv at the same rate {d['bare_cpu_s_per_gb']:.3f}; "
+        f"ratio {d['ratio']:.2f} (95 % CI {low:.2f} - {high:.2f})"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    subject.run(parser().parse_args(), measure, said)

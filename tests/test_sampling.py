@@ -1,9 +1,8 @@
-"""Orders and plans: every record exactly once over ranks and resumes, torch's own batches, how good the shuffle is."""
+"""Orders and plans: every record exactly once over ranks and resumes, torch's own batches, and how fast."""
 
 from __future__ import annotations
 
 import time
-from math import sqrt
 from typing import NamedTuple, cast, get_args
 
 import numpy as np
@@ -392,94 +391,6 @@ def test_plans_that_cannot_be() -> None:
     for batches in (-1, 5):
         with pytest.raises(IndexError, match=rf"{batches} batches are outside \[0, 4\]"):
             plan.position_after(batches)
-
-
-# ---- how good a shuffle it is
-
-
-class Quality(NamedTuple):
-    """What a good shuffle leaves at about 0 (standard deviations from what chance gives), or at about 1 (ratios)."""
-
-    spread: float  # chi-square of parts of the order against parts of the dataset, in standard deviations
-    correlation: float  # of each record's number and the next one's, in standard deviations
-    neighbours: float  # how many records follow their neighbour in the dataset, against the two that are expected
-    distance: float  # mean distance of a record and the next one, against that of two records at random
-    clumping: float  # variance of the batches' mean record, against that of batches at random
-
-
-def quality(records: NDArray[np.int64], parts: int = 32, batch: int = 256) -> Quality:
-    n = len(records)
-    position, record = np.arange(n) * parts // n, records * parts // n
-    counts = np.bincount(position * parts + record, minlength=parts * parts)
-    expected = n / parts**2
-    freedom = (parts - 1) ** 2
-    spread = (((counts - expected) ** 2 / expected).sum() - freedom) / sqrt(2 * freedom)
-    steps = np.abs(np.diff(records))
-    means = (records[: n // batch * batch] / n).reshape(-1, batch).mean(1)
-    at_random = (n - batch) / (n - 1) / 12 / batch
-    return Quality(
-        spread=float(spread),
-        correlation=float(np.corrcoef(records[1:], records[:-1])[0, 1] * sqrt(n)),
-        neighbours=float((steps == 1).sum() / 2),
-        distance=float(steps.mean() / (n / 3)),
-        clumping=float(((means - 0.5) ** 2).mean() / at_random),
-    )
-
-
-N = 200_000
-
-
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (0, 2), (1, 0), (2**64 - 1, 7), (12345, 99)])
-def test_a_full_shuffle_is_as_good_as_numpys(seed: int, epoch: int) -> None:
-    measured = quality(all_of(EpochOrder(N, shuffle="full", seed=seed, epoch=epoch)))
-    assert abs(measured.spread) < 4
-    assert abs(measured.correlation) < 4
-    assert measured.neighbours < 4
-    assert abs(measured.distance - 1) < 0.01
-    assert abs(measured.clumping - 1) < 0.25
-    # What the thresholds are worth: chance passes them, and the stored order and a shuffle of blocks alone do not.
-    by_numpy = quality(np.random.default_rng([seed, epoch]).permutation(N))
-    assert max(abs(by_numpy.spread), abs(by_numpy.correlation)) < 4
-    assert abs(by_numpy.clumping - 1) < 0.25
-
-
-def test_what_no_shuffle_and_blocks_alone_measure() -> None:
-    stored = quality(np.arange(N))
-    assert stored.neighbours > 10_000
-    assert min(stored.spread, stored.correlation, stored.clumping) > 100
-    blocks = quality(all_of(EpochOrder(N, shuffle="block", seed=0, epoch=0, block_records=256, window_blocks=1)))
-    assert min(blocks.spread, blocks.correlation, blocks.clumping) > 100
-
-
-def test_a_block_shuffle_is_as_good_as_its_window_is_large() -> None:
-    measured = {
-        window: [
-            quality(all_of(EpochOrder(N, shuffle="block", seed=s, epoch=0, block_records=64, window_blocks=window)))
-            for s in range(4)
-        ]
-        for window in (4, 16, 64, 256, 1024)
-    }
-    clumping = {window: float(np.mean([q.clumping for q in found])) for window, found in measured.items()}
-    # A batch comes from one window, whose mean is off by the variance of a record, over its number of blocks.
-    for window, found in clumping.items():
-        assert found == pytest.approx(1 + 256 / window * (1 - window / (N / 64)), rel=0.3), window
-    # Two records that follow each other are of one block once in window_blocks times.
-    for window in (16, 64, 256):
-        same = np.mean([q.distance for q in measured[window]])
-        assert same == pytest.approx(1 - 1 / window, abs=0.02)
-
-
-def test_the_records_of_a_window_are_shuffled_well() -> None:
-    order = EpochOrder(10**6, shuffle="block", seed=5, epoch=0, block_records=1024, window_blocks=64)
-    for window in range(order.num_windows):
-        begin, end = order.window_range(window)
-        records = order.records(np.arange(begin, end))
-        within = np.argsort(np.argsort(records))  # ranks inside of the window
-        measured = quality(within, parts=16)
-        assert abs(measured.spread) < 4
-        assert abs(measured.correlation) < 4
-        assert measured.neighbours < 4
-        assert abs(measured.clumping - 1) < 0.35
 
 
 # ---- speed
