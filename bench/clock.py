@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 
@@ -40,6 +40,15 @@ class Clock:
             yield
         finally:
             torch.set_num_threads(before)
+
+    def other(self) -> AbstractContextManager[Any]:
+        """Within, a new stream is the current one of this thread; on the CPU nothing changes."""
+        if not self.cuda:
+            return nullcontext()
+        import torch
+
+        made: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(made)
 
     def mark(self) -> Any:
         """A moment: when the current stream gets here."""

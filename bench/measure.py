@@ -168,7 +168,7 @@ class Runner:
 
     def _describe(self, loader: Loader, outcome: Outcome) -> None:
         outcome.delivers, outcome.pinned_bytes, outcome.route = loader.delivers(), loader.pinned_bytes(), loader.route()
-        outcome.details = loader.details()
+        outcome.details = {**loader.details(), **self._workload.details(loader)}
 
     def _round(self, number: int) -> None:
         names = self._running()

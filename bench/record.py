@@ -265,6 +265,8 @@ def problems(row: Mapping[str, Any]) -> list[str]:
         found.append("samples_s: every sample has to be positive")
     found += [f"env.{key}: missing" for key in _ENV if key not in row["env"]]
     found += [f"ceiling.{key}: missing" for key in _CEILING if key not in row["ceiling"]]
+    if (moments := (row["derived"] or {}).get("moments")) is not None:
+        found += [f"derived.moments: {wrong}" for wrong in _wrong_moments(moments)]
     for key in ("gb_per_s", "units_per_s"):
         summary = row[key]
         if summary is not None and set(summary) != set(_SUMMARY):
@@ -277,6 +279,17 @@ def problems(row: Mapping[str, Any]) -> list[str]:
         if row["gb_per_s"] is not None and row["gb_per_s"].get("n") != len(counted):
             found.append("gb_per_s.n: is not the number of samples that count")
     return found
+
+
+def _wrong_moments(moments: Any) -> list[str]:
+    if not isinstance(moments, Mapping) or set(moments) != {"transfer", "compute"}:
+        return ["has to hold transfer and compute"]
+    spans = [span for lane in moments.values() for span in lane]
+    if not spans or len(moments["transfer"]) != len(moments["compute"]):
+        return ["both have to hold every layer"]
+    if not all(len(span) == 2 and all(isinstance(at, _NUMBER) for at in span) for span in spans):
+        return ["every layer has to have a begin and an end"]
+    return [] if all(0 <= begin <= end for begin, end in spans) else ["a layer ends before it begins"]
 
 
 def _short(figures: Mapping[str, Any], count: int) -> list[str]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,6 +38,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+    from bench.moments import Watch
     from bench.record_shards import RecordShards
     from bench.transfer_memory import Memory
     from bench.transfer_ops import Ops
@@ -185,6 +187,12 @@ class Loader(ABC):
         """Verbs `pipeline` and `train`: these layers one after the other, each a mapping whose look-ups can be used on
         the current stream, until the next one is asked for. The statistics begin anew."""
         raise NotImplementedError(f"{type(self).__name__} has no verb 'pipeline'")
+
+    def watched(self, watch: Watch) -> AbstractContextManager[None] | None:
+        """Verb `pipeline`: within, `watch` is told of every transfer of a `stream`, in the order of the layers. None
+        where the loader cannot tell."""
+        del watch
+        return None
 
     def modules(self) -> Any:
         """Verb `train`: the offloaded modules, to be used forward, then backward. The statistics begin anew."""

@@ -7,14 +7,18 @@ the layer used longest ago: where layers are used in turn, none is found in its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench import moments
 from bench.loaders.base import Job, Unavailable, need
 from bench.loaders.knobs import Knobs
 
 if TYPE_CHECKING:
     import torch
+
+    from bench.moments import Watch
 
 
 @dataclass
@@ -65,6 +69,29 @@ class Layers(Knobs):
         self._streamer.reset_stats()
         self._streamer.set_order(need("gdsstream", "gdsstream").Order.explicit(sequence))
         yield from self._streamer
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        # What every read of the streamer goes through; the library itself has no use for the moments.
+        sources = self._streamer._sources
+        submit = sources.submit
+        on_stream = need("gdsstream.devices", "gdsstream").on_stream
+
+        with moments.waiting(watch) as tell:
+
+            def submitted(layer: int, experts: Any, memory: torch.Tensor, stream: int | None) -> Any:
+                # On a GPU the read is submitted behind a stream that waits for the slot.
+                with on_stream(self._streamer.device, stream):
+                    begin = watch.clock.mark()
+                transfer = submit(layer, experts, memory, stream)
+                tell(begin, transfer.wait)
+                return transfer
+
+            sources.submit = submitted
+            try:
+                yield
+            finally:
+                del sources.submit
 
     def modules(self) -> Any:
         self._streamer.reset_stats()

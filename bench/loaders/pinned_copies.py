@@ -8,6 +8,7 @@ matrix product that run at once share the GPU's memory and its power. What anoth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +17,8 @@ from bench.loaders.base import Job, Loader, need_cuda
 
 if TYPE_CHECKING:
     import torch
+
+    from bench.moments import Watch
 
 
 @dataclass
@@ -32,6 +35,7 @@ class PinnedCopies(Loader):
     _ready: list[Any] = field(default_factory=list, init=False, repr=False)
     _free: list[Any] = field(default_factory=list, init=False, repr=False)
     _stream: Any = field(default=None, init=False, repr=False)
+    _watch: Any = field(default=None, init=False, repr=False)
     _reads: int = field(default=0, init=False, repr=False)
     _leases: int = field(default=0, init=False, repr=False)
 
@@ -85,6 +89,14 @@ class PinnedCopies(Loader):
             yield self._views[slot][layer]
             self._free[slot].record(current)
 
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
     def _bring(self, layer: int, in_use: Sequence[int]) -> int:
         """The slot in which the layer is, or will be once the copies that are queued have been made."""
         import torch
@@ -97,8 +109,11 @@ class PinnedCopies(Loader):
         source = self._sources[layer]
         self._stream.wait_event(self._free[slot])
         with torch.cuda.stream(self._stream):
+            begin = self._watch.clock.mark() if self._watch is not None else None
             self._slots[slot][: len(source)].copy_(source, non_blocking=True)
             self._ready[slot].record(self._stream)
+            if self._watch is not None:
+                self._watch.moved(begin, self._watch.clock.mark())
         self._held[slot] = layer
         self._reads += 1
         return slot

@@ -2,7 +2,8 @@
 
     samples.py    every sample as a dot, with its row's median and the ceiling
     overhead.py   pipelines: time and overhead of a layer against tokens
-    overlap.py    pipelines and training steps: compute, transfer and stalls side by side
+    overlap.py    pipelines, training steps and batches: compute, transfer and stalls side by side
+    timeline.py   pipelines: when each layer arrived and was computed with
     sweep.py      throughput against any knob that was swept
     style.py      colours, sizes, axes; the PNG files
 

@@ -1,8 +1,9 @@
-"""How compute and transfer lie over each other in the steady state, from what the records hold.
+"""How compute and transfer lie over each other, from what the records hold.
 
-Records hold the time of a layer's compute and of its transfer, each alone, of a run's layers (the slope), and how long
-the consumer stood still; they hold no moments of single layers. So this is the budget of one layer, or of one step, and
-not a trace: bars begin together where in a run they are shifted against each other.
+Records of pipelines hold the moments of single layers, which are drawn as they were (timeline.py). Those of before, and
+of steps and batches, hold the time of a layer's compute and of its transfer, each alone, of a run's layers (the slope),
+and how long the consumer stood still. Of these this is the budget of one layer, step or batch in the steady state, and
+no trace: bars begin together where in a run they are shifted against each other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from bench import results, stats, table
-from bench.plots import style
+from bench.plots import style, timeline
 from bench.record import Record
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def budget(record: Record) -> Budget | None:
 
 
 def draw(records: Sequence[Record], path: Path) -> tuple[Path, str] | None:
-    """One panel for each part of the run; None where nothing is computed."""
+    """One panel for each part of the run; None where nothing is computed. Rows without moments are not among those that
+    have them, as their lanes would be empty."""
+    if watched := [record for record in records if timeline.moments(record) is not None]:
+        return timeline.draw(watched, path)
     rows = [(record, found) for record in records if (found := budget(record)) is not None]
     if not rows:
         return None
@@ -76,7 +80,7 @@ def draw(records: Sequence[Record], path: Path) -> tuple[Path, str] | None:
     alone = "compute and transfer each alone" if any(b.transfer_s is not None for _, b in rows) else "compute alone"
     return path, (
         f"The budget of one {what} in the steady state, medians: {alone}, and what a {what} takes with everything. "
-        "The records hold no moments of single layers, so this is no trace: bars begin together. Stalls, in which the "
+        "This is no trace: bars begin together. Stalls, in which the "
         "consumer stood still, are counted over the whole run with its beginning, and so do not add up with the "
         "compute to the time measured."
     )

@@ -72,6 +72,11 @@ class Workload(ABC):
         del loader, delivered
         return {}
 
+    def details(self, loader: Loader) -> dict[str, Any]:
+        """What is found out of a loader once, in its first load, for the record's derived figures."""
+        del loader
+        return {}
+
     def derive(self, samples: Sequence[Sample]) -> dict[str, Any] | None:
         """What the scenario makes of a loader's samples that count, for the record."""
         del samples

@@ -11,6 +11,8 @@ same compute gives on resident weights that were never in a slot, bit for bit: a
 arrived, or overwritten while it is in use, shows. Without `consume` the weights are resident, and nothing but the
 order of the streams ties the compute to the bytes. After each sample the layers left in the slots are compared byte
 for byte either way.
+
+The first load of a route also makes a run in which the moments of single layers are marked (moments.py), for the plot.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from bench.clock import Clock
 from bench.config import BenchConfigError, BenchError, PipelineConfig
 from bench.files import BenchFiles
 from bench.loaders.base import Job, LayerRequest, Loader
+from bench.moments import Moments, Watch
 from bench.scenarios.base import Alone, VerificationError, Workload
 from bench.scenarios.contents import Contents
 from bench.scenarios.layers import tensors_of, transfer_alone
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from bench.measure import Sample
 
 _WARM_UP = 2
+#: Layers whose moments are recorded, about.
+_WATCHED = 12
 
 
 class Pipeline(Workload):
@@ -70,6 +75,7 @@ class Pipeline(Workload):
         self._sum_of = list(self._sums)  # views without dimensions, made once
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lengths: dict[int, tuple[int, int]] = {}  # by the loader's id
+        self._moments: dict[int, Moments | None] = {}  # likewise
         self._allocated = 0
         self._length = 0
         self._clock.synchronize()  # all of this was queued on the default stream
@@ -99,6 +105,8 @@ class Pipeline(Workload):
             self._clock.synchronize()
             short_s = time.perf_counter() - began
             self._verify_result(short)
+            if number < 0:
+                self._moments[id(loader)] = self._watched(loader, bound_s)
             self._moe.start()
             self._clock.synchronize()
         return {
@@ -155,6 +163,10 @@ class Pipeline(Workload):
             self._clock.synchronize()
         return Alone(self._clock.seconds(begin, end) / count, self._layer_bytes)
 
+    def details(self, loader: Loader) -> dict[str, Any]:
+        found = self._moments.get(id(loader))
+        return {"moments": found} if found is not None else {}
+
     def derive(self, samples: Sequence[Sample]) -> dict[str, Any]:
         short, long = (int(samples[0].figures[f"{name}_layers"]) for name in ("short", "long"))
         times = [
@@ -181,6 +193,25 @@ class Pipeline(Workload):
         """A run of `count` layers. Queues everything, and waits for nothing but what the loader waits for."""
         for step, layer in enumerate(loader.stream(self._sequence(count))):
             self._compute(layer, step)
+
+    def _watched(self, loader: Loader, layer_s: float) -> Moments | None:
+        """The moments of the layers of one more run, of a few turns of the files; None where the loader cannot tell."""
+        turns = int(self._scenario.sample_seconds / (layer_s * self._distinct))
+        count = min(max(turns, 1) * self._distinct, -(-_WATCHED // self._distinct) * self._distinct)
+        self._moe.start()
+        self._clock.synchronize()
+        watch = Watch(self._clock)
+        if (watching := loader.watched(watch)) is None:
+            return None
+        with watching:
+            for step, layer in enumerate(loader.stream(self._sequence(count))):
+                layer[next(iter(layer))]  # its look-up waits for the layer
+                begin = self._clock.mark()
+                self._compute(layer, step)
+                watch.computed(begin, self._clock.mark())
+        self._clock.synchronize()
+        self._verify_result(count)
+        return watch.moments()
 
     def _compute(self, layer: Mapping[str, torch.Tensor], step: int) -> None:
         if not self._scenario.consume:

@@ -23,6 +23,7 @@ from bench.ceilings import Overlap
 from bench.clock import Clock
 from bench.loaders.base import Job, Loader
 from bench.loaders.gdsstream_layers import Layers
+from bench.moments import Watch, waiting
 from bench.scenarios.base import Alone
 from bench.scenarios.layers import transfer_alone
 
@@ -151,6 +152,12 @@ def test_routes_are_measured_and_verified(written: files.BenchFiles, consume: bo
         bounds = map(max, row.figures["compute_s"], row.figures["transfer_s"])
         ratios = sorted(slope / bound for slope, bound in zip(slopes, bounds, strict=True))
         assert found["overhead"] == pytest.approx(ratios[1] - 1)
+        transfer, compute = found["moments"]["transfer"], found["moments"]["compute"]
+        assert len(transfer) == len(compute) == 12
+        for step, ((begin, end), (used, done)) in enumerate(zip(transfer, compute, strict=True)):
+            assert 0 <= begin <= end <= used <= done
+            if step >= 2:  # a slot is read into when the layer that was in it has been computed with
+                assert begin >= compute[step - 2][1]
     assert "registered" in str(rows["mapped"].route)
     assert rows["mapped"].figures["host_bytes"] == [12 * MIB] * 3
 
@@ -314,6 +321,29 @@ class Spoilt(Layers):
         super().prepare(job)
         with torch.no_grad():
             self._modules[3].adapter_in[1, 1] += 1
+
+
+def test_a_read_that_fails_beside_its_marks_is_raised_at_the_end() -> None:
+    clock = Clock("cpu")
+    watch = Watch(clock)
+
+    def broken() -> None:
+        raise OSError("the disk broke")
+
+    def run_broken() -> None:
+        with waiting(watch) as tell:
+            tell(clock.mark(), lambda: None)
+            tell(clock.mark(), broken)
+
+    before = sys.getswitchinterval()
+    with pytest.raises(OSError, match="the disk broke"):
+        run_broken()
+    assert sys.getswitchinterval() == before
+    watch.computed(clock.mark(), clock.mark())
+    assert len(watch.moments()["transfer"]) == 1
+    watch.computed(clock.mark(), clock.mark())
+    with pytest.raises(config.BenchError, match="1 of 2 layers were seen to arrive"):
+        watch.moments()
 
 
 def test_a_wrong_gradient_is_found(model_files: files.BenchFiles) -> None:

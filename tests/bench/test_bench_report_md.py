@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,9 @@ import record_rows
 from conftest import ROOT
 from record_rows import CPU, H200, row, unmeasured, write
 
-from bench import peers, report, report_md, results, stats, sweeps
+from bench import peers, record, report, report_md, results, stats, sweeps
 from bench.config import BenchError
-from bench.plots import overhead, overlap, samples, sweep
+from bench.plots import overhead, overlap, samples, sweep, timeline
 from bench.record import Record
 
 RATES = [40.0, 41.0, 39.0]
@@ -261,6 +263,33 @@ def test_overhead_needs_two_numbers_of_tokens(tmp_path: Path) -> None:
     assert overhead.draw(rows[:5], tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()
     assert overhead.draw(results.read(H200 / "peers.jsonl"), tmp_path / "none.png") is None
+
+
+def test_moments_are_drawn_as_they_were_and_a_budget_where_there_are_none(tmp_path: Path) -> None:
+    old = results.read(H200 / "pipeline.jsonl")[:5]
+    lanes = {
+        "transfer": [[0.001 * at, 0.001 * at + 0.002] for at in range(12)],
+        "compute": [[0.001 * at + 0.002, 0.001 * at + 0.0028] for at in range(12)],
+    }
+    new = [replace(each, derived={**(each.derived or {}), "moments": lanes}) for each in old[:3]]
+    assert all(record.problems(json.loads(each.to_json())) == [] for each in new)
+    assert timeline.moments(old[0]) is None
+    said = {}
+    for name, rows in (("old", old), ("new", new), ("mixed", [*new, *old[3:]])):
+        found = overlap.draw(rows, tmp_path / f"{name}.png")
+        assert found is not None
+        said[name] = found[1]
+        picture(found[0])
+    assert "no trace" in said["old"]
+    assert said["new"] == said["mixed"]
+    assert "by marks on the device" in said["new"]
+    for wrong in (
+        {"transfer": []},
+        {**lanes, "compute": lanes["compute"][:-1]},
+        {**lanes, "compute": [[2.0, 1.0]] * 12},
+    ):
+        broken = replace(new[0], derived={**(new[0].derived or {}), "moments": wrong})
+        assert "derived.moments" in "; ".join(record.problems(json.loads(broken.to_json())))
 
 
 def test_the_budget_of_a_layer_and_of_a_step() -> None:

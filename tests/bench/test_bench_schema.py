@@ -95,6 +95,8 @@ def test_what_a_run_writes_is_valid(tmp_path: Path) -> None:
         ("gb_per_s", None),
         ("pct_ceiling", None),
         ("derived", None),
+        ("derived", {"moments": {"transfer": [[0.0, 1.0]]}}),
+        ("derived", {"moments": {"transfer": [[0.0]], "compute": [[0.0, 1.0]]}}),
         ("env", {}),
         ("ceiling", {}),
         ("surprise", 1),

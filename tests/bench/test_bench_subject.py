@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
 from bench import floor, shuffle_quality, stats_cost, subject
 
@@ -31,6 +32,13 @@ def test_a_line_that_is_none_is_found(tmp_path: Path) -> None:
     path.write_text(json.dumps(line()) + "\n" + json.dumps(line(row=3)) + "\n", encoding="utf-8")
     with pytest.raises(subject.BenchError, match=r"lines\.jsonl:2 is no line of a subject: row"):
         subject.read(path)
+
+
+def test_published_lines_are_valid() -> None:
+    paths = sorted((ROOT / "docs" / "results").glob("*/subjects/*.jsonl"))
+    assert paths
+    for path in paths:
+        assert {line.subject for line in subject.read(path)} == {path.stem}
 
 
 def test_what_reading_costs(tmp_path: Path) -> None:
