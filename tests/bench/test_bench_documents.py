@@ -21,6 +21,7 @@ from bench import config, loaders, results, subject
 from bench.record import Record
 
 DOCUMENTS = ("README.md", "docs/performance.md")
+_OVERRIDE = re.compile(r"(scenario|storage|cache|device)\b.*=")
 #: What says where a run keeps its lines, and not what it measures.
 _HOW = ("output", "resume", "isolate", "allow_busy_gpu", "reference")
 
@@ -185,10 +186,11 @@ def test_another_override_is_found(table: Table) -> None:
     if "bench.run" not in command:
         assert wrong(f"{command} --records 77777", path) != []
         return
-    assert wrong(f"{command} scenario.rounds=99", path) != []
     words = shlex.split(command)
+    if not any(map(_OVERRIDE.match, words)):
+        assert wrong(f"{command} scenario.rounds=99", path) != []
     for place, word in enumerate(words):
-        if re.match(r"(scenario|storage|cache|device)\b.*=", word):
+        if _OVERRIDE.match(word):
             # Its last number is another one; what has none is left out.
             changed = re.sub(r"\d+(?=\D*$)", lambda found: str(int(found[0]) + 4), word)
             others = [*words[:place], *([changed] if changed != word else []), *words[place + 1 :]]
