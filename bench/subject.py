@@ -127,6 +127,6 @@ def _finite(value: object) -> bool:
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
-    """The 95 % interval of their median, as a record holds it."""
-    found = stats.bootstrap_ci95(values)
+    """The 95 % interval of their median, as a record holds it; None for fewer than six."""
+    found = stats.median_ci95(values)
     return list(found) if found else None
