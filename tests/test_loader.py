@@ -436,9 +436,9 @@ def test_more_shards_than_descriptors(
     most = 0
     original = OpenFiles.take
 
-    def take(self: OpenFiles, numbers: Any) -> Any:
+    def take(self: OpenFiles, numbers: Any, user: Any) -> Any:
         nonlocal most
-        taken = original(self, numbers)
+        taken = original(self, numbers, user)
         most = max(most, len(os.listdir("/proc/self/fd")))
         return taken
 

@@ -142,6 +142,15 @@ def test_a_batch_of_nothing_but_lost_records_is_left_out(shards: Path, make: Loa
     assert loader.epoch == 1, "the epoch is over, although its last batch came to nothing"
 
 
+def test_a_shard_is_lost_while_the_next_epoch_is_read_ahead(shards: Path, make: Loader) -> None:
+    loader = make(shards, 4, on_error="skip", epochs=2, prefetch_batches=6)
+    batches = iter(loader)
+    seen = records([next(batches)])
+    (shards / "3.npy").unlink()  # which has not been opened
+    assert seen + records(batches) == 2 * list(range(3 * COUNT))
+    assert loader.stats().skipped_by_shard == {str(shards / "3.npy"): 2 * COUNT}
+
+
 def test_lost_shards_of_ragged_records(tmp_path: Path, make: Loader) -> None:
     for number in range(3):
         write_ragged(
@@ -191,7 +200,7 @@ def test_want_of_descriptors_loses_no_shard(shards: Path, make: Loader, monkeypa
     batches = iter(loader)
     next(batches)
 
-    def refused(self: OpenFiles, numbers: Any) -> Any:
+    def refused(self: OpenFiles, numbers: Any, user: Any) -> Any:
         raise ReadError("too many open files", 24)
 
     monkeypatch.setattr(OpenFiles, "take", refused)

@@ -26,9 +26,11 @@ _SPARE_SHARE = 8
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory for one batch; `fences` are to be passed before it is written again."""
+    """Memory for one batch; `fences` are to be passed before it is written again. `lost` says that reads of a batch
+    which was interrupted may write to it still: the next one gets other memory."""
 
     memory: torch.Tensor
+    lost: bool = False
     fences: list[_native.Fence] = field(default_factory=list)
 
 
@@ -46,25 +48,33 @@ class BufferRing:
         """Of all buffers together."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def take(self, nbytes: int) -> Buffer:
-        """The buffer that is free for longest, of at least `nbytes`. What is read into it has to be submitted behind
-        the allocating stream, which waits for its fences. The caller takes no more than there are."""
-        buffer = self._free.popleft()
-        if buffer.memory.nbytes < nbytes:
+    def ready(self, nbytes: int) -> Buffer:
+        """The buffer that is free for longest, of at least `nbytes`: `take` it. What is read into it has to be
+        submitted behind the allocating stream, which waits for its fences. The caller takes no more than there are."""
+        buffer = self._free[0]
+        if buffer.lost or buffer.memory.nbytes < nbytes:
             _passed(buffer)
+            wanted = nbytes + nbytes // _SPARE_SHARE if buffer.memory.nbytes < nbytes else buffer.memory.nbytes
             buffer.memory = buffer.memory.new_empty(0)
             with self._streams.allocating():
-                buffer.memory = allocate((nbytes + nbytes // _SPARE_SHARE,), torch.uint8, self._streams.device)
+                buffer.memory = allocate((wanted,), torch.uint8, self._streams.device)
+            buffer.lost = False
         for fence in buffer.fences:
             self._streams.order(fence, self._streams.handle)
+        fences, buffer.fences = buffer.fences, []
+        for fence in fences:
             self._streams.give_back(fence)
-        buffer.fences.clear()
         return buffer
 
+    def take(self, buffer: Buffer) -> None:
+        """It is not free any more."""
+        self._free.remove(buffer)
+
     def give_back(self, buffer: Buffer, fences: list[_native.Fence]) -> None:
-        """Nobody uses it behind these fences."""
+        """Nobody uses it behind these fences. Idempotent, as long as it is not taken again."""
         buffer.fences = fences
-        self._free.append(buffer)
+        if buffer not in self._free:
+            self._free.append(buffer)
 
     def close(self) -> None:
         """Let the memory go once nothing uses it any more. What is under way has to be drained before."""

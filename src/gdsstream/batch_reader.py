@@ -30,22 +30,27 @@ _POLL_S = 0.0005
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """A batch under way: begun, landed, finished, handed out. `located` is what of its work is read."""
+    """A batch under way: begun, landed, finished, handed out. `located` is what of its work is read.
+
+    After an interrupt, one that is not `begun` is given up, and its work begins anew in another; every other step can
+    be done again.
+    """
 
     work: Work
     located: tuple[Located, ...]
+    begun: bool = False  # and not in the hands of what cannot be done again
+    skipped: dict[str, int] = field(default_factory=dict)  # records that are left out, by their shard's path
     layout: BatchLayout | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)
     offsets: list[torch.Tensor | None] = field(default_factory=list)
     transfers: list[NativeTransfer] = field(default_factory=list)
-    files: list[int] = field(default_factory=list)  # open for it
     buffer: Buffer | None = None
     prepared: _native.Fence | None = None  # behind padding and offsets
     failure: Exception | None = None
     result: Any = None
     finished: _native.Fence | None = None  # behind the transform
     is_finished: bool = False
-    stream: int = 0  # that it was handed out on
+    stream: int | None = None  # that it landed on, or was handed out on
 
     @property
     def num_records(self) -> int:
@@ -113,10 +118,10 @@ class BatchReader:
             for transfer in flight.transfers:
                 transfer.wait()
         except Exception:  # but not Ctrl-C, after which it is waited for again
-            self._close_files(flight)
+            self._files.give_back(flight)
             raise
         flight.transfers.clear()  # which keep their files open
-        self._close_files(flight)
+        self._files.give_back(flight)
 
     def abandon(self, flight: Flight) -> None:
         """Stop reading, and return once nothing can be written to its memory any more."""
@@ -126,13 +131,13 @@ class BatchReader:
             while not transfer.drained():
                 time.sleep(_POLL_S)
         flight.transfers.clear()
-        self._close_files(flight)
+        self._files.give_back(flight)
 
     def values(self, flight: Flight) -> dict[str, Value]:
         """What was read, by field, for the current stream, which waits for what was queued before the reads."""
         self._streams.order(flight.prepared)
-        self._streams.give_back(flight.prepared)
-        flight.prepared = None
+        prepared, flight.prepared = flight.prepared, None
+        self._streams.give_back(prepared)
         values: list[Value] = [
             tensor if offsets is None else Jagged(tensor, offsets)
             for tensor, offsets in zip(flight.tensors, flight.offsets, strict=True)
@@ -156,8 +161,7 @@ class BatchReader:
         plan = layout.plan if whole else layout.only(first, first + len(numbers))
         if not len(plan.file):
             return
-        opened = self._files.take(numbers)
-        flight.files = numbers
+        opened = self._files.take(numbers, flight)
         if layout.stride and whole:
             # No addresses are computed for what the engine can count itself.
             out = flight.tensors[0]
@@ -179,7 +183,8 @@ class BatchReader:
                 ring.give_back(flight.buffer, [])
                 flight.buffer = None
             if flight.buffer is None:
-                flight.buffer = ring.take(nbytes)
+                flight.buffer = ring.ready(nbytes)
+                ring.take(flight.buffer)
             memory = flight.buffer.memory
             flight.tensors = [
                 memory[start : start + part.nbytes].view(part.format.dtype).view(part.shape)
@@ -201,10 +206,6 @@ class BatchReader:
         device = memory_of(self._engine.device)
         # From pageable memory the copy would make the host wait for what is queued before it.
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-    def _close_files(self, flight: Flight) -> None:
-        self._files.give_back(flight.files)
-        flight.files = []
 
 
 __all__ = ["BatchReader", "Flight"]

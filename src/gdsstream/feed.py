@@ -1,15 +1,15 @@
 """Which records come in which batch, and where the loader stands behind each. No byte of a record is touched here.
 
-`OrderFeed` is the loader's own order: closed forms, computed for thousands of records at a time, since a call of numpy
-costs as much for one batch as for many. `SamplerFeed` asks a sampler, as a DataLoader does. Both go on from a Progress,
-cross from one epoch into the next without a gap, and know nothing of devices.
+A feed is asked for the batch at a place, and may be asked again: what it keeps between two questions only saves work.
+So an interrupt anywhere loses nothing. `OrderFeed` is the loader's own order: closed forms, computed for thousands of
+records at a time, since a call of numpy costs as much for one batch as for many. `SamplerFeed` asks a sampler, as a
+DataLoader does. Both cross from one epoch into the next without a gap, and know nothing of devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gdsstream.errors import ConfigError
 from gdsstream.loader_state import Progress
 from gdsstream.records import Located, RecordTable
+from gdsstream.sampler_pass import SamplerPass
 from gdsstream.sampling import BatchPlan, EpochOrder
 
 # Records that are located together, where batches are smaller.
@@ -38,8 +39,9 @@ class Work(NamedTuple):
 class Feed(Protocol):
     """What gives out work."""
 
-    def work(self, start: Progress) -> Iterator[Work]:
-        """The batches from `start` on, across epochs until `start.until`."""
+    def at(self, place: Progress) -> Work | None:
+        """The batch at `place`, or at the beginning of the next epoch that has one; None at `place.until`. The next
+        one is at its `after`: places are asked for in this order, each as often as is wanted."""
 
     def batches_per_epoch(self) -> int:
         """How many batches a whole epoch has for this rank. TypeError where a sampler cannot tell."""
@@ -57,6 +59,20 @@ class Locator:
         if self._all:
             return self._table.locate_all(records)
         return tuple(self._table.locate(name, records) for name in self._fields)
+
+
+class _Run(NamedTuple):
+    """Consecutive batches of an epoch, located together."""
+
+    start: Progress  # of the first
+    cuts: list[int]  # where each batch begins in the run, and the last one ends
+    plan: BatchPlan  # of the rest of the epoch, from `start` on
+    left: int  # batches of the plan
+    positions: NDArray[np.int64]
+    records: NDArray[np.int64]
+    located: tuple[Located, ...]
+    order: EpochOrder
+    following: EpochOrder | None  # the next epoch's, where it is read ahead
 
 
 class OrderFeed:
@@ -82,6 +98,7 @@ class OrderFeed:
         self._locate = locate
         self._plan = share
         self._reach = reach
+        self._run: _Run | None = None
         if share.num_steps == 0:
             raise ConfigError(
                 f"an epoch has no batch: {share.num_records} records over {share.world_size} rank(s), with "
@@ -92,50 +109,66 @@ class OrderFeed:
     def batches_per_epoch(self) -> int:
         return self._plan.num_batches
 
-    def work(self, start: Progress) -> Iterator[Work]:
-        while start.until is None or start.epoch < start.until:
-            if start.position == 0 and not self._plan.num_batches:
-                return  # a rank without records has none in any epoch
-            yield from self._epoch(start)
-            start = Progress(start.epoch + 1, until=start.until)
+    def at(self, place: Progress) -> Work | None:
+        run = self._run
+        if (
+            run is None
+            or place.epoch != run.start.epoch
+            or not 0 <= place.batches - run.start.batches < len(run.cuts) - 1
+        ):
+            run = self._run = self._run_at(place)
+            if run is None:
+                return None
+            place = run.start
+        start, cuts, number = run.start, run.cuts, place.batches
+        index = number - start.batches
+        begin, end = cuts[index], cuts[index + 1]
+        if self._reach is not None:
+            self._reach(run.order, run.following, int(run.positions[begin]))
+        index += 1
+        return Work(
+            run.records[begin:end],
+            tuple([Located(f[begin:end], o[begin:end], n[begin:end]) for f, o, n in run.located]),
+            start.epoch,
+            number,
+            Progress(start.epoch, run.plan.position_after(index), number + 1, start.samples + end, start.until),
+            index == run.left,
+        )
 
-    def _epoch(self, start: Progress) -> Iterator[Work]:
-        plan = replace(self._plan, start=start.position)
-        order = self._order_of(start.epoch)
-        following: EpochOrder | None = None
-        if self._reach is not None and (start.until is None or start.epoch + 1 < start.until):
-            following = self._order_of(start.epoch + 1)
-        total, samples = plan.num_batches, start.samples
-        together = max(1, _TOGETHER // plan.batch_size)
-        for first in range(0, total, together):
-            positions = [plan.batch(number) for number in range(first, min(first + together, total))]
-            records = order.records(np.concatenate(positions))
-            located = self._locate(records)
-            begin = 0
-            for number, places in enumerate(positions, first):
-                end = begin + len(places)
-                samples += len(places)
-                after = Progress(
-                    start.epoch, plan.position_after(number + 1), start.batches + number + 1, samples, start.until
-                )
-                if self._reach is not None:
-                    self._reach(order, following, int(places[0]))
-                yield Work(
-                    records[begin:end],
-                    tuple(Located(f[begin:end], o[begin:end], n[begin:end]) for f, o, n in located),
-                    start.epoch,
-                    start.batches + number,
-                    after,
-                    number + 1 == total,
-                )
-                begin = end
+    def _run_at(self, place: Progress) -> _Run | None:
+        while place.until is None or place.epoch < place.until:
+            if place.position == 0 and not self._plan.num_batches:
+                return None  # a rank without records has none in any epoch
+            plan = replace(self._plan, start=place.position)
+            if plan.num_batches:
+                return self._located(plan, plan.num_batches, place)
+            place = Progress(place.epoch + 1, until=place.until)
+        return None
+
+    def _located(self, plan: BatchPlan, left: int, place: Progress) -> _Run:
+        order, following = self._orders(place)
+        batches = [plan.batch(number) for number in range(min(max(1, _TOGETHER // plan.batch_size), left))]
+        positions = np.concatenate(batches)
+        records = order.records(positions)
+        # Only the last batch of an epoch is smaller.
+        cuts = [*range(0, len(positions), plan.batch_size), len(positions)]
+        return _Run(place, cuts, plan, left, positions, records, self._locate(records), order, following)
+
+    def _orders(self, place: Progress) -> tuple[EpochOrder, EpochOrder | None]:
+        run = self._run
+        if run is not None and run.order.epoch == place.epoch:
+            return run.order, run.following
+        known = run.following if run is not None else None
+        order = known if known is not None and known.epoch == place.epoch else self._order_of(place.epoch)
+        more = self._reach is not None and (place.until is None or place.epoch + 1 < place.until)
+        return order, self._order_of(place.epoch + 1) if more else None
 
 
 class SamplerFeed:
     """Batches that a sampler or a batch sampler gives, as torch's DataLoader takes them.
 
-    What was seen before `start` is asked for again and skipped: a sampler has to repeat itself for an epoch, as one
-    does that has a seed and set_epoch.
+    What was seen before the first place is asked for again and skipped: a sampler has to repeat itself for an epoch, as
+    one does that has a seed and set_epoch.
     """
 
     def __init__(
@@ -154,6 +187,7 @@ class SamplerFeed:
         self._batch_sampler = batch_sampler
         self._batch_size = batch_size
         self._drop_last = drop_last
+        self._pass: SamplerPass | None = None
 
     def batches_per_epoch(self) -> int:
         if self._batch_sampler is not None:
@@ -168,32 +202,36 @@ class SamplerFeed:
             if callable(tell):
                 tell(epoch)
 
-    def work(self, start: Progress) -> Iterator[Work]:
-        while start.until is None or start.epoch < start.until:
-            empty = True
-            self.set_epoch(start.epoch)
-            batches, samples = start.batches, start.samples
-            following = _looking_ahead(self._batches(start))
-            for indices, last in following:
-                empty = False
+    def at(self, place: Progress) -> Work | None:
+        while place.until is None or place.epoch < place.until:
+            indices, last = self._batch(place)
+            if indices is not None:
                 records = self._records(indices)
-                batches, samples = batches + 1, samples + len(records)
-                after = Progress(start.epoch, 0, batches, samples, start.until)
-                yield Work(records, self._locate(records), start.epoch, batches - 1, after, last)
-            if empty and not start.batches and start.until is None:
-                return
-            start = Progress(start.epoch + 1, until=start.until)
+                after = Progress(place.epoch, 0, place.batches + 1, place.samples + len(records), place.until)
+                return Work(records, self._locate(records), place.epoch, place.batches, after, last)
+            if not place.batches and place.until is None:
+                return None
+            place = Progress(place.epoch + 1, until=place.until)
+        return None
 
-    def _batches(self, start: Progress) -> Iterator[Sequence[int]]:
+    def _batch(self, place: Progress) -> tuple[Sequence[int] | None, bool]:
+        """The batch at a place of its epoch, or None behind the last one; and whether it is the last."""
         if self._batch_sampler is not None:
-            yield from islice(iter(self._batch_sampler), start.batches, None)
-            return
+            given = self._pass_of(place.epoch, self._batch_sampler, place.batches)
+            batches = given.items(place.batches, 1, 1)
+            return (batches[0] if batches else None), len(batches) < 2 and given.error is None
         assert self._sampler is not None
-        indices = islice(iter(self._sampler), start.samples, None)
-        while batch := list(islice(indices, self._batch_size)):
-            if len(batch) < self._batch_size and self._drop_last:
-                return
-            yield batch
+        given = self._pass_of(place.epoch, self._sampler, place.samples)
+        least = self._batch_size if self._drop_last else 1  # of a batch
+        indices = given.items(place.samples, self._batch_size, least)
+        if len(indices) < least:
+            return None, True
+        return indices[: self._batch_size], len(indices) < self._batch_size + least and given.error is None
+
+    def _pass_of(self, epoch: int, sampler: Iterable[Any], first: int) -> SamplerPass:
+        if self._pass is None or self._pass.epoch != epoch:
+            self._pass = SamplerPass(epoch, sampler, first, self.set_epoch)
+        return self._pass
 
     def _records(self, indices: Any) -> NDArray[np.int64]:
         records = np.array(indices)
@@ -202,21 +240,11 @@ class SamplerFeed:
                 f"the sampler gave {indices!r:.200} for a batch; a batch is a list of record numbers, at least one"
             )
         records = records.astype(np.int64)
-        wrong = (records < -self._num_records) | (records >= self._num_records)
-        if wrong.any():
-            raise IndexError(
-                f"the sampler gave record {int(records[wrong.argmax()])}; the dataset has {self._num_records}"
-            )
-        return np.where(records < 0, records + self._num_records, records)
-
-
-def _looking_ahead(batches: Iterator[Sequence[int]]) -> Iterator[tuple[Sequence[int], bool]]:
-    """Each batch, and whether it is the last."""
-    for batch in batches:
-        for following in batches:
-            yield batch, False
-            batch = following
-        yield batch, True
+        least, most = records.min(), records.max()
+        if least < -self._num_records or most >= self._num_records:
+            wrong = int(most if most >= self._num_records else least)
+            raise IndexError(f"the sampler gave record {wrong}; the dataset has {self._num_records}")
+        return records if least >= 0 else np.where(records < 0, records + self._num_records, records)
 
 
 __all__ = ["Feed", "Locator", "OrderFeed", "SamplerFeed", "Work"]

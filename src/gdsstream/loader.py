@@ -40,7 +40,7 @@ from gdsstream.loader_arguments import (
 )
 from gdsstream.loader_engine import LoaderEngine, close_at_exit
 from gdsstream.loader_iterator import LoaderIterator
-from gdsstream.loader_state import Order, Progress, from_state, to_state
+from gdsstream.loader_state import Order, Progress, Standing, from_state, to_state
 from gdsstream.loader_stats import LoaderStats
 from gdsstream.prefetch import Prefetcher
 from gdsstream.readahead import ReadAhead
@@ -103,7 +103,10 @@ class ShardLoader(Generic[Batch]):
     Raises:
         DatasetError, CheckpointError and their kinds: see ShardDataset. ConfigError: arguments that do not fit.
         From `next`: ReadError and its kinds, where the storage fails; TransformError, where transform or collate_fn
-        raised; MemoryBudgetError. The loader can go on with the batch after the one that failed.
+        raised; MemoryBudgetError. The loader can go on with the batch after the one that failed. After an interrupt
+        (KeyboardInterrupt, or what else is no Exception) it goes on with the same batch, and nothing is lost, repeated
+        or changed; collate_fn and transform get a batch anew that was read again, where the interrupt hit them. A
+        sampler whose generator it hit is asked again, and a ConfigError where that gives other records than before.
         LoaderStateError: a state of another dataset or order. ForkedProcessError: used in a child of the process that
         reads on a GPU. EngineClosedError: after `close`.
     """
@@ -190,10 +193,9 @@ class ShardLoader(Generic[Batch]):
         self._given_ranks = (rank, world_size)
         self._sampler = sampler
         self._engine = LoaderEngine(self.dataset, self._wanted_device, self.config)
-        self._progress = Progress()
+        self._standing = Standing(Progress())
         self._resumed = False  # a state was loaded, and no iterator has begun since
         self._wanted_epoch: int | None = None  # by set_epoch, for the iterator after this one
-        self._over = False  # this rank's last batch of the epoch was handed out
         self._stats = LoaderStats()
         self._said: set[str] = set()
         close_at_exit(self)
@@ -206,17 +208,17 @@ class ShardLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         self._check_usable()
         self._end_iterator()
+        progress = self._standing.progress
         if self._wanted_epoch is not None:
-            self._progress = self._whole(self._wanted_epoch)
+            progress = self._whole(self._wanted_epoch)
         elif not self._resumed:
             # An epoch that was not finished begins anew; one that was is over.
-            self._progress = self._whole(self._progress.epoch + self._over)
-        elif self._progress.until is None:
-            self._progress = self._progress._replace(until=self._whole(self._progress.epoch).until)
-        self._over, self._resumed, self._wanted_epoch = False, False, None
-        iterator = LoaderIterator(
-            self, self._prefetcher(), self._feed(), self._progress, self.prefetch_batches, self._stats
-        )
+            progress = self._whole(progress.epoch + self._standing.over)
+        elif progress.until is None:
+            progress = progress._replace(until=self._whole(progress.epoch).until)
+        standing = Standing(progress)
+        iterator = LoaderIterator(self, self._prefetcher(), self._feed(), standing, self.prefetch_batches, self._stats)
+        self._standing, self._resumed, self._wanted_epoch = standing, False, None
         self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -228,7 +230,7 @@ class ShardLoader(Generic[Batch]):
     @property
     def epoch(self) -> int:
         """The epoch that is being read, or that the next iterator reads; 0 at first."""
-        return self._progress.epoch
+        return self._standing.progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iterator read epoch `epoch`. One that has handed out a batch goes on undisturbed; one that has
@@ -239,12 +241,12 @@ class ShardLoader(Generic[Batch]):
         if live is not None and live.begun:
             self._wanted_epoch = epoch
             return
-        if epoch == self._progress.epoch and not self._over:
+        if epoch == self.epoch and not self._standing.over:
             return
-        self._progress, self._over, self._resumed = Progress(epoch), False, False
+        progress = Progress(epoch) if live is None else self._whole(epoch)
+        self._standing.progress, self._standing.over, self._resumed = progress, False, False
         if live is not None:
-            self._progress = self._whole(epoch)
-            live.restart(self._feed(), self._progress)
+            live.restart(self._feed())
 
     # ---- state
 
@@ -254,13 +256,13 @@ class ShardLoader(Generic[Batch]):
         Any rank's state does for all ranks, of which there may be others and with another batch_size when it is loaded
         (with samplers: the same). Take it when all ranks were given equally many batches.
         """
-        return to_state(self._order(), self._progress)
+        return to_state(self._order(), self._standing.progress)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the next iterator. Raises LoaderStateError, naming what differs."""
         progress = from_state(state_dict, self._order())
         self._end_iterator()
-        self._progress, self._resumed, self._over, self._wanted_epoch = progress, True, False, None
+        self._standing, self._resumed, self._wanted_epoch = Standing(progress), True, None
 
     # ---- where and who
 
@@ -316,7 +318,7 @@ class ShardLoader(Generic[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Where the loader stands goes along; engine and iterator stay.
-        return {**vars(self), "_iterator": None, "_engine": None}
+        return {**vars(self), "_iterator": None, "_engine": None, "_standing": replace(self._standing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -340,16 +342,6 @@ class ShardLoader(Generic[Batch]):
         """This rank's share of a whole epoch."""
         rank, world_size = ranks_here(*self._given_ranks)
         return BatchPlan(len(self.dataset), 0, self.batch_size or 1, rank, world_size, self.drop_last, self.partition)
-
-    def handed_out(self, progress: Progress, *, last: bool) -> None:
-        """For the iterator: a batch was given to the caller."""
-        self._progress, self._over = progress, last
-        self._stats.epochs += last
-
-    def exhausted(self) -> None:
-        """For the iterator: it came to its end."""
-        until = self._progress.until
-        self._progress, self._over = Progress(self._progress.epoch + 1 if until is None else until), False
 
     # ---- inside
 

@@ -1,7 +1,12 @@
-"""One pass of a ShardLoader: the batches under way, in their order, and the one that was handed out.
+"""One pass of a ShardLoader: the batches under way, in their order, the one that was handed out in front of them.
 
 Between two calls of `next`, as many batches are under way as are to be read ahead. A call gives back the batch before,
 begins one more, queues the transforms of what has landed, and hands out the oldest.
+
+Nothing is lost, comes twice or comes empty where a call is cut short by what is no Exception, such as Ctrl-C: until a
+batch is handed out, all that was done for it can be done again, and handing out is one assignment, `_current`. Where
+the feed goes on follows from the batches under way. Behind the last step that can be interrupted stand plain
+assignments only: CPython looks for signals when it calls and when it jumps back.
 """
 
 from __future__ import annotations
@@ -9,44 +14,49 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, NoReturn
+
+import numpy as np
 
 from gdsstream.batch_reader import Flight
 from gdsstream.engine.base import check_process
 from gdsstream.errors import EngineClosedError
-from gdsstream.feed import Feed
-from gdsstream.loader_state import Progress
+from gdsstream.feed import Feed, Work
+from gdsstream.loader_state import Progress, Standing
 from gdsstream.loader_stats import LoaderStats
 from gdsstream.prefetch import Prefetcher
 
 
-class Owner(Protocol):
-    """The loader, as its iterator knows it."""
-
-    def handed_out(self, progress: Progress, *, last: bool) -> None: ...
-    def exhausted(self) -> None: ...
-
-
 class LoaderIterator:
-    """An iterator over batches from `start` on. It keeps its loader alive, and closes itself at its end.
+    """An iterator over batches from where `standing` is, which it moves. It keeps its `owner`, the loader, alive, and
+    closes itself at its end.
 
-    After an error `next` goes on with the batch behind the one that failed. `begun` says whether a batch was asked for.
+    After an error `next` goes on with the batch behind the one that failed; after an interrupt, with the same one.
+    `begun` says whether a batch was asked for.
     """
 
     def __init__(
-        self, owner: Owner, prefetcher: Prefetcher, feed: Feed, start: Progress, depth: int, stats: LoaderStats
+        self,
+        owner: object,
+        prefetcher: Prefetcher,
+        feed: Feed,
+        standing: Standing,
+        depth: int,
+        stats: LoaderStats,
     ) -> None:
         self._pid = os.getpid()
         self._owner = owner
         self._prefetcher = prefetcher
+        self._standing = standing
         self._depth = depth
         self._stats = stats
         self._flights: deque[Flight] = deque()
-        self._current: Flight | None = None
+        self._current: Flight | None = None  # handed out; it may be the first of the flights still
         self._closed = False
+        self._released = False
         self._done = False
         self.begun = False
-        self._begin(feed, start)
+        self._begin(feed)
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -54,6 +64,7 @@ class LoaderIterator:
     def __next__(self) -> Any:
         check_process(self._pid, "loader's iterator")
         if self._done:
+            self.close()
             raise StopIteration
         if self._closed:
             raise EngineClosedError(
@@ -62,113 +73,156 @@ class LoaderIterator:
         started, stalled = time.perf_counter(), self._stats.stall_s
         self.begun = True
         try:
-            return self._next()
+            flight = self._next()
         finally:
             spent = time.perf_counter() - started
             self._stats.host_s += spent - (self._stats.stall_s - stalled)
+        self._count(flight)
+        work, batch, standing = flight.work, flight.result, self._standing
+        before, over = standing.progress, standing.over
+        try:
+            flight.result = None  # the caller's alone
+            self._current = flight
+            if flight.failure is not None:
+                raise flight.failure
+            standing.progress, standing.over = work.after, work.last
+            return batch
+        except BaseException as error:
+            if error is not flight.failure:
+                standing.progress, standing.over = before, over
+                flight.result, self._current = batch, None
+            raise
 
-    def restart(self, feed: Feed, start: Progress) -> None:
+    def restart(self, feed: Feed) -> None:
         """Begin elsewhere, before anything was handed out."""
         self._drop_all()
-        self._begin(feed, start)
+        self._begin(feed)
 
     def close(self) -> None:
         """Stop the reads, and let go of the memory once nothing is written to it any more. Idempotent."""
-        if self._closed or self._pid != os.getpid():
+        if self._released or self._pid != os.getpid():
             return
         self._closed = True
         try:
-            self._drop_all()
             self._retire()
-        finally:
+            self._drop_all()
+        except Exception:
+            self._released = True
             self._prefetcher.close()
+            raise
+        self._prefetcher.close()
+        self._released = True
 
     def __del__(self) -> None:
-        if hasattr(self, "_done"):
+        if hasattr(self, "begun"):
             self.close()
 
-    def _begin(self, feed: Feed, start: Progress) -> None:
-        self._work = feed.work(start)
-        self._next_flight: Flight | None = None  # not begun for want of descriptors
-        self._feed_error: Exception | None = None
+    def _begin(self, feed: Feed) -> None:
+        self._feed = feed
+        self._cursor = self._standing.progress  # behind the last flight, where there is one
         self._fed = False  # whether the feed has come to its end
         self._started = time.perf_counter()
         self._handed = 0
         self._top_up(self._depth)
 
-    def _next(self) -> Any:
-        self._retire()
+    def _next(self) -> Flight:
+        """The next batch, ready to be handed out, or failed."""
         while True:
+            self._retire()
             self._top_up(self._depth + 1)
             if not self._flights:
                 self._end()
             self._prefetcher.finish_landed(self._flights)
             flight = self._flights[0]
             try:
-                batch = self._prefetcher.hand_out(flight)
-            except Exception:
-                self._flights.popleft()
-                self._stats.failed_batches += 1
-                self._prefetcher.drop(flight)
-                raise
-            self._flights.popleft()
-            if flight.empty:
-                self._prefetcher.drop(flight)
-                self._owner.handed_out(flight.work.after, last=flight.work.last)
-                continue
-            self._current = flight
+                self._prefetcher.make_ready(flight)
+            except Exception as error:
+                flight.failure = error
+            if not flight.empty:
+                return flight
             self._count(flight)
-            self._owner.handed_out(flight.work.after, last=flight.work.last)
-            return batch
+            self._standing.progress, self._standing.over = flight.work.after, flight.work.last
+            self._current = flight
 
     def _top_up(self, wanted: int) -> None:
-        while len(self._flights) < wanted:
-            if self._next_flight is None:
-                self._next_flight = self._take()
-            if self._next_flight is None or not self._prefetcher.begin(self._next_flight, alone=not self._flights):
+        for index, flight in enumerate(self._flights):
+            if not flight.begun:
+                # For want of descriptors, or because of an interrupt.
+                self._prefetcher.drop(flight)
+                again = self._flights[index] = Flight(flight.work, flight.work.located)
+                if not self._prefetcher.begin(again, alone=not index):
+                    return
+        while len(self._flights) < wanted and not self._fed:
+            if self._flights:
+                self._cursor = self._flights[-1].work.after
+            try:
+                work = self._feed.at(self._cursor)
+            except Exception as error:  # a sampler's, which is due after the batches that it gave before
+                self._flights.append(_failed(self._cursor, error))
+                work = None
+            if work is None:
+                self._fed = True
                 return
-            self._flights.append(self._next_flight)
-            self._next_flight = None
+            flight = Flight(work, work.located)
+            self._flights.append(flight)
+            if not self._prefetcher.begin(flight, alone=len(self._flights) == 1):
+                return
 
-    def _take(self) -> Flight | None:
-        """The feed's next batch; None at its end."""
-        if self._fed:
-            return None
-        try:
-            work = next(self._work, None)
-        except Exception as error:  # a sampler's, which is due after the batches that it gave before
-            self._feed_error, work = error, None
-        self._fed = work is None
-        return None if work is None else Flight(work, work.located)
-
-    def _end(self) -> None:
-        """Nothing is left: StopIteration, or what the feed failed with."""
-        error, self._feed_error = self._feed_error, None
-        if error is not None:
-            raise error
+    def _end(self) -> NoReturn:
+        """Nothing is left."""
+        epoch, until = self._cursor.epoch, self._cursor.until
+        self._standing.progress, self._standing.over = Progress(epoch + 1 if until is None else until), False
         self._done = True
-        self._owner.exhausted()
         self.close()
         raise StopIteration
 
     def _count(self, flight: Flight) -> None:
         stats = self._stats
+        if flight.failure is not None:
+            stats.failed_batches += 1
+            return
+        records, epochs = flight.num_records, int(flight.work.last)
+        lost = dict(stats.skipped_by_shard)
+        for path, count in flight.skipped.items():
+            lost[path] = lost.get(path, 0) + count
+        nbytes = flight.layout.plan.total_bytes if flight.layout is not None else 0
+        waited = time.perf_counter() - self._started
+        stats.skipped_records += len(flight.work.records) - records
+        stats.skipped_by_shard = lost
+        stats.epochs += epochs
+        if not records:
+            return
         stats.batches += 1
-        stats.records += flight.num_records
-        if flight.layout is not None:
-            stats.bytes += flight.layout.plan.total_bytes
+        stats.records += records
+        stats.bytes += nbytes
         if not self._handed:
-            stats.first_batch_s = time.perf_counter() - self._started
+            stats.first_batch_s = waited
         self._handed += 1
 
     def _retire(self) -> None:
-        if self._current is not None:
-            self._prefetcher.retire(self._current)
-            self._current = None
+        """The caller is done with the batch that was handed out."""
+        flight = self._current
+        if flight is None:
+            return
+        if flight.failure is not None or flight.empty:
+            self._prefetcher.drop(flight)
+        else:
+            self._prefetcher.retire(flight)
+        if self._flights and self._flights[0] is flight:
+            self._cursor = self._flights[-1].work.after
+            self._flights.popleft()
+        self._current = None
 
     def _drop_all(self) -> None:
         while self._flights:
-            self._prefetcher.drop(self._flights.pop())
+            self._prefetcher.drop(self._flights[-1])
+            self._flights.pop()
 
 
-__all__ = ["LoaderIterator", "Owner"]
+def _failed(place: Progress, error: Exception) -> Flight:
+    """What stands for the batch at a place that the feed has failed to give."""
+    work = Work(np.empty(0, dtype=np.int64), (), place.epoch, place.batches, place, False)
+    return Flight(work, (), begun=True, failure=error, is_finished=True)
+
+
+__all__ = ["LoaderIterator"]

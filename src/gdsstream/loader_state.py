@@ -8,6 +8,7 @@ A sampler's order is known only to the sampler: what it gave is counted, and ski
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gdsstream.errors import LoaderStateError
@@ -31,6 +32,19 @@ class Progress(NamedTuple):
     batches: int = 0
     samples: int = 0
     until: int | None = None
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where a loader stands now: moved by its iterator, with each batch that it hands out.
+
+    Attributes:
+        progress: in front of the next batch.
+        over: whether the last batch of `progress.epoch`, for this rank, was handed out.
+    """
+
+    progress: Progress
+    over: bool = False
 
 
 class Order(NamedTuple):
@@ -96,4 +110,4 @@ def from_state(state: object, order: Order) -> Progress:
     return Progress(**numbers, until=until)
 
 
-__all__ = ["VERSION", "Order", "Progress", "from_state", "to_state"]
+__all__ = ["VERSION", "Order", "Progress", "Standing", "from_state", "to_state"]

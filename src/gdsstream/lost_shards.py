@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from gdsstream.batch_reader import BatchReader, Flight
 from gdsstream.errors import ReadError
 from gdsstream.header import FileStamp
-from gdsstream.loader_stats import LoaderStats
 from gdsstream.open_files import OpenFiles
 from gdsstream.records import Located, RecordTable
 
@@ -31,32 +30,28 @@ _ATTEMPTS = 3
 class LostShards:
     """The shards of `table` that are lost, and what is done without them. `said` are paths whose loss was logged."""
 
-    def __init__(
-        self, table: RecordTable, files: OpenFiles, reader: BatchReader, stats: LoaderStats, said: set[str]
-    ) -> None:
+    def __init__(self, table: RecordTable, files: OpenFiles, reader: BatchReader, said: set[str]) -> None:
         self._table = table
         self._files = files
         self._reader = reader
-        self._stats = stats
         self._said = said
         self._lost: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._epoch = -1
 
     def leave_out(self, flight: Flight) -> None:
-        """Take the records of lost shards out of a batch that is to be read, and count them."""
-        if flight.work.epoch != self._epoch:
+        """Take the records of lost shards out of a batch that is to be read, and tell it which those are."""
+        if flight.work.epoch > self._epoch:
             self._epoch, self._lost = flight.work.epoch, self._lost[:0]
         if not len(self._lost):
             return
-        gone = np.isin(flight.located[0].file, self._lost)
+        files = flight.work.located[0].file
+        gone = np.isin(files, self._lost)
         if not gone.any():
             return
-        counts = self._stats.skipped_by_shard
-        for number, count in zip(*np.unique(flight.located[0].file[gone], return_counts=True), strict=True):
-            path = self._table.paths[int(number)]
-            counts[path] = counts.get(path, 0) + int(count)
-        self._stats.skipped_records += int(gone.sum())
-        flight.located = _chosen(flight.located, ~gone)
+        numbers, counts = np.unique(files[gone], return_counts=True)
+        paths = [self._table.paths[number] for number in numbers.tolist()]
+        flight.skipped = dict(zip(paths, counts.tolist(), strict=True))
+        flight.located = _chosen(flight.work.located, ~gone)
 
     def salvage(self, flight: Flight, error: ReadError) -> None:
         """Read a batch that failed with `error` again, without what cannot be read. Raises what cannot be helped."""

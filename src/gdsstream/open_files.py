@@ -7,8 +7,8 @@ costs a dictionary look-up; above it the one whose last use is longest ago goes,
 from __future__ import annotations
 
 import resource
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from gdsstream.engine.base import SourceFile
 from gdsstream.engine.native import NativeEngine, OpenFile
@@ -43,39 +43,31 @@ class OpenFiles:
         self._sources = sources
         self._crowded = num_files > self.limit
         self._open: OrderedDict[int, OpenFile] = OrderedDict()
-        self._in_use: Counter[int] = Counter()
+        self._in_use: dict[Hashable, Sequence[int]] = {}  # by their user
 
     def __len__(self) -> int:
         return len(self._open)
 
     def room_for(self, numbers: Sequence[int]) -> bool:
         """Whether these can be open at once, beside those that batches under way read from."""
-        return not self._crowded or len(self._in_use.keys() | set(numbers)) <= self.limit
+        return not self._crowded or len(self._used().union(numbers)) <= self.limit
 
-    def take(self, numbers: Sequence[int]) -> list[OpenFile]:
-        """The files, opened where they are not; they stay until `give_back` of the same numbers."""
+    def take(self, numbers: Sequence[int], user: Hashable) -> list[OpenFile]:
+        """The files, opened where they are not; they stay until `user` gives them back, or takes others."""
         missing = [number for number in numbers if number not in self._open]
         if self._crowded:
-            self._in_use.update(numbers)
+            self._in_use[user] = numbers
             for number in numbers:
                 if number in self._open:
                     self._open.move_to_end(number)
-        try:
-            self._make_room(len(missing))
-            for number, source in zip(missing, self._sources(missing), strict=True):
-                self._open[number] = self._engine.open([source])[0]
-        except BaseException:
-            self.give_back(numbers)
-            raise
+        self._make_room(len(missing))
+        for number, source in zip(missing, self._sources(missing), strict=True):
+            self._open[number] = self._engine.open([source])[0]
         return [self._open[number] for number in numbers]
 
-    def give_back(self, numbers: Iterable[int]) -> None:
-        """The end of one `take`."""
-        if self._crowded:
-            for number in numbers:
-                self._in_use[number] -= 1
-                if not self._in_use[number]:
-                    del self._in_use[number]
+    def give_back(self, user: Hashable) -> None:
+        """`user` reads from none of them any more, also where `take` failed. Idempotent."""
+        self._in_use.pop(user, None)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Close files that are no good any more; what still reads from them keeps them until it ends."""
@@ -89,8 +81,12 @@ class OpenFiles:
     def _make_room(self, wanted: int) -> None:
         over = len(self._open) + wanted - self.limit
         if over > 0:
-            for number in [number for number in self._open if number not in self._in_use][:over]:
+            used = self._used()
+            for number in [number for number in self._open if number not in used][:over]:
                 del self._open[number]
+
+    def _used(self) -> set[int]:
+        return set().union(*self._in_use.values())
 
 
 __all__ = ["OpenFiles", "descriptor_limit"]

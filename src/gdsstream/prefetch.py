@@ -3,6 +3,9 @@
     begun -> landed -> finished (collate_fn, transform) -> handed out -> retired
 
 An error belongs to the batch that it happened to, and is raised when that batch is due: never earlier, and never twice.
+An interrupt (KeyboardInterrupt, or whatever else is no Exception) belongs to none: what it cut short is done again.
+So each step either can be repeated, or clears the batch's `begun` for as long as it lasts; and what goes back into a
+pool is let go of before.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Prefetcher:
             _, nbytes = buffer_bytes([0 if form.field.ragged else batch_size * form.row_bytes for form in formats])
             self._ring = BufferRing(depth + 1, nbytes, self._streams)
         self._reader = BatchReader(engine, files, formats, self._streams, self._ring)
-        self._lost = LostShards(table, files, self._reader, stats, said) if skip else None
+        self._lost = LostShards(table, files, self._reader, said) if skip else None
         self._depth = depth
         self._one_field = len(formats) == 1
         self._collate = collate_fn
@@ -77,7 +80,7 @@ class Prefetcher:
 
     def begin(self, flight: Flight, *, alone: bool) -> bool:
         """Start to read a batch. False where its shards cannot be open beside those in use: begin it again when it is
-        `alone`, and no other is under way."""
+        `alone`, and no other is in front of it. A batch that is not `begun` after an interrupt is to be dropped."""
         try:
             if self._lost is not None:
                 self._lost.leave_out(flight)
@@ -87,6 +90,7 @@ class Prefetcher:
                 self._reader.submit(flight)
         except Exception as error:
             flight.failure = error
+        flight.begun = True
         return True
 
     def finish_landed(self, flights: Sequence[Flight]) -> None:
@@ -98,24 +102,28 @@ class Prefetcher:
                     return
                 self._finish(flight)
 
-    def hand_out(self, flight: Flight) -> Any:
-        """The batch, for use on the current stream; nothing where it is `empty`. Raises its failure."""
+    def make_ready(self, flight: Flight) -> None:
+        """Wait until a batch's `result` can be used on the current stream, or its `failure` is known. Neither, where it
+        is `empty`."""
+        stream = current_stream(self._device)
         if self._hooked:
             self._finish(flight)
             self._streams.order(flight.finished)
         else:
-            self._land(flight)
-        if flight.failure is not None:
-            raise flight.failure
-        if self._ring is None or self._hooked:
+            if flight.stream is not None and flight.stream != stream:
+                # It landed, and an interrupt came; the caller is on another stream now.
+                self._streams.order(self._streams.fence(flight.stream))
+            flight.stream = stream
+            if not flight.is_finished:
+                self._land(flight)
+                flight.is_finished = True
+        if flight.failure is None and (self._ring is None or self._hooked):
             self._streams.used_by_current(flight.result)
-        flight.stream = current_stream(self._device)
-        result, flight.result = flight.result, None
+        flight.stream = stream
         if self._ring is None:
             # The caller alone says how long it lives.
             flight.tensors.clear()
             flight.offsets.clear()
-        return result
 
     def retire(self, flight: Flight) -> None:
         """The caller is done with a batch, but for what it has queued by now."""
@@ -127,14 +135,16 @@ class Prefetcher:
             flight.buffer = None
         else:
             self._stay_near(self._streams.fence())
-        self._streams.give_back(flight.finished)
-        flight.finished = None
+        finished, flight.finished = flight.finished, None
+        self._streams.give_back(finished)
 
     def drop(self, flight: Flight) -> None:
         """Give up a batch that was not handed out."""
         self._reader.abandon(flight)
         if flight.buffer is not None and self._ring is not None:
-            self._ring.give_back(flight.buffer, [flight.finished] if flight.finished is not None else [])
+            if not flight.begun:
+                flight.buffer.lost = True
+            self._ring.give_back(flight.buffer, self._behind_hooks(flight))
             flight.buffer = None
         flight.finished = flight.result = None
         flight.tensors.clear()
@@ -158,16 +168,27 @@ class Prefetcher:
                 time.sleep(_POLL_S)
             self._streams.give_back(oldest)
 
+    def _behind_hooks(self, flight: Flight) -> list[_native.Fence]:
+        """What is to be passed before memory of a batch that was not handed out is written again."""
+        fence = flight.finished
+        if fence is None and self._hooked:
+            with self._streams.transforming():
+                fence = self._streams.fence()
+        return [fence] if fence is not None else []
+
     def _finish(self, flight: Flight) -> None:
         """Queue collate_fn and transform on the loader's own stream. Waits for the bytes."""
         if flight.is_finished:
             return
         with self._streams.transforming():
             self._land(flight)
+            # They may change the batch in place: they are never given one twice.
+            flight.begun = False
             if flight.failure is None and not flight.empty:
                 self._call(flight)
             flight.finished = self._streams.fence()
         flight.is_finished = True
+        flight.begun = True
 
     def _call(self, flight: Flight) -> None:
         what = "collate_fn"
@@ -194,11 +215,13 @@ class Prefetcher:
         except Exception as error:
             flight.failure = error
         if self._lost is not None and isinstance(flight.failure, ReadError):
-            failure, flight.failure = flight.failure, None
+            failure = flight.failure
+            flight.begun, flight.failure = False, None
             try:
                 self._lost.salvage(flight, failure)
             except Exception as remains:
                 flight.failure = remains
+            flight.begun = True
         self._stats.stall_s += time.perf_counter() - started
         if flight.failure is None and not flight.empty:
             values = self._reader.values(flight)

@@ -101,16 +101,14 @@ class ReadAhead:
 
     def _advise(self, path: str, begin: int, end: int) -> None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open(path, "rb", buffering=0)  # noqa: SIM115
         except OSError as error:
             # The read itself will say what is wrong, if the file is still needed by then.
             log.debug("no read-ahead for %s: %s", path, error)
             return
-        try:
+        with file:
             for at in range(begin, end, _STEP_BYTES):
-                os.posix_fadvise(descriptor, at, min(_STEP_BYTES, end - at), os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
+                os.posix_fadvise(file.fileno(), at, min(_STEP_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
 
 __all__ = ["ReadAhead"]
