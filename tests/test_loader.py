@@ -569,6 +569,8 @@ def test_a_loader_can_be_sent_to_another_process(mixed: Path, make: Loader) -> N
         ({"prefetch_batches": -1}, "prefetch_batches is -1"),
         ({"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
         ({"rank": 1}, "give both"),
+        ({"rank": 0}, "give both"),
+        ({"world_size": 2}, "give both"),
         ({"world_size": 0}, "world_size is 0"),
         ({"epochs": 0}, "epochs is 0"),
         ({"drop_last": 1}, "drop_last is 1"),
@@ -584,18 +586,49 @@ def test_a_loader_can_be_sent_to_another_process(mixed: Path, make: Loader) -> N
         ({"batch_size": 24, "drop_last": True}, "an epoch has no batch: 23 records over 1 rank"),
         ({"batch_size": 12, "drop_last": True, "rank": 0, "world_size": 2, "partition": "drop"}, "over 2 rank"),
         ({"num_workers": 4}, "worker processes"),
-        ({"pin_memory": True}, "leave it out"),
-        ({"nonsense": 1}, "'nonsense' is no knob"),
+        ({"prefetch_factor": 2}, "leave it out, or give None"),
+        ({"nonsense": 1}, "'nonsense' is no knob, and no argument of ShardLoader$"),
+        ({"prefetch": 3}, "did you mean 'prefetch_batches'"),
+        ({"io_depht": 3}, "did you mean 'io_depth'"),
         ({"fields": ["nothing"]}, "nothing"),
         ({"pad": {"image": 1}}, "no ragged field"),
         ({"seed": "x"}, "seed"),
         ({"shuffle": "block", "block_records": 0}, "block_records"),
-        ({"backend": "traditional"}, "natively only"),
     ],
 )
 def test_arguments_that_cannot_work(mixed: Path, make: Loader, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        iter(make(mixed, **options))
+        make(mixed, **options)
+
+
+def test_a_backend_that_cannot_work(mixed: Path, make: Loader) -> None:
+    loader = make(mixed, backend="traditional")
+    with pytest.raises(ConfigError, match="natively only"):
+        iter(loader)
+
+
+def test_what_a_dataloader_takes_for_no_workers(mixed: Path, make: Loader) -> None:
+    names = ("num_workers", "pin_memory", "pin_memory_device", "prefetch_factor", "persistent_workers")
+    names += ("worker_init_fn", "multiprocessing_context", "timeout", "in_order")
+    loader = make(mixed, 4, fields=["label"])
+    theirs = DataLoader(ShardDataset(mixed), 4)
+    for source in (loader, theirs):
+        neutral = {name: getattr(source, name) for name in names if hasattr(source, name)}
+        assert len(neutral) >= 8
+        assert len(list(make(mixed, 4, fields=["label"], **neutral))) == len(loader)
+    assert len(make(mixed, 4, pin_memory=True)) == len(make(mixed, 4, pin_memory=None)) == 6
+    batches = make(mixed, batch_sampler=[[1, 2]])
+    assert len(make(mixed, batch_size=batches.batch_size, batch_sampler=batches.batch_sampler)) == 1
+
+
+def test_a_loader_says_what_it_is(mixed: Path, make: Loader) -> None:
+    loader = make(mixed, 4, shuffle=True, rank=1, world_size=2, prefetch_batches=3)
+    text = repr(loader)
+    assert "23 records" in text
+    for part in ("batch_size=4", "shuffle='full'", "rank=1, world_size=2", "device='cpu'", "epoch=0"):
+        assert part in text
+    loader.close()
+    assert repr(loader).endswith(", closed)")
 
 
 def test_dataset_options_are_for_paths(mixed: Path, make: Loader) -> None:

@@ -124,14 +124,14 @@ class StreamConfig:
                 continue
             name = variable.removeprefix(_PREFIX).lower()
             if name not in known:
-                raise ConfigError(f"environment variable {variable} is no knob{_nearest(name, known)}; unset it")
+                raise ConfigError(f"environment variable {variable} is no knob{nearest(name, known)}; unset it")
             try:
                 values[name] = _PARSERS[name](text)
             except ValueError as error:
                 raise ConfigError(f"environment variable {variable}={text!r}: {error}") from None
         for name, value in (knobs or {}).items():
             if name not in known:
-                raise ConfigError(f"{name!r} is no knob{_nearest(name, known)}")
+                raise ConfigError(f"{name!r} is no knob{nearest(name, known)}")
             if value == "auto" and name not in ("backend", "reader"):
                 value = None  # the word is accepted wherever a decision can be left to the engine
                 values.pop(name, None)
@@ -227,7 +227,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}{_nearest(str(value), set(choices))}; it is one of {', '.join(choices)}")
+        raise ConfigError(f"{name} is {value!r}{nearest(str(value), set(choices))}; it is one of {', '.join(choices)}")
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:
@@ -235,6 +235,7 @@ def _whole(name: str, value: object, least: int, most: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it has to be a whole number from {least} to {most}")
 
 
-def _nearest(name: str, known: set[str]) -> str:
+def nearest(name: str, known: set[str]) -> str:
+    """The end of a message about a name that is not known."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -63,7 +64,7 @@ class ShardLoader(Generic[Batch]):
 
     Args:
         path_or_dataset: a ShardDataset, or what one is opened with: a directory, a glob, a file, a list of files.
-        batch_size: records in a batch of this rank.
+        batch_size: records in a batch of this rank. None only with a batch_sampler: nothing is read record by record.
         shuffle: False or "none", True or "full" (every record anywhere), or "block": large reads, shuffled inside
             windows of `window_blocks` blocks of `block_records` records, themselves shuffled.
         sampler, batch_sampler: as a DataLoader's: what gives record numbers, or lists of them, for this rank. Ranks are
@@ -76,7 +77,8 @@ class ShardLoader(Generic[Batch]):
             is current when the loader is first iterated.
         prefetch_batches: how many batches are read ahead of the one that is handed out. 0 or more; None takes 2, and
             of small ones as many as keep the staging ring and the link busy (192 MiB, but 12 at most).
-        rank, world_size: whose share of the records this is; None asks torch.distributed where it is initialised.
+        rank, world_size: whose share of the records this is; None asks torch.distributed where it is initialised. Give
+            both, or neither.
         partition: what becomes of the records at an epoch's end that are too few for all ranks: "pad" repeats the
             epoch's first ones and "drop" leaves them out, as DistributedSampler does; "uneven" gives the first ranks
             one record more.
@@ -91,7 +93,8 @@ class ShardLoader(Generic[Batch]):
             sectors), count them in `stats` and log each shard once. Batches get smaller then, and may be fewer.
         format, dtype, record_length, stride, index_cache: see ShardDataset.
         block_records, window_blocks: for shuffle="block"; 1024 and 64.
-        config, **knobs: see StreamConfig.
+        config, **knobs: see StreamConfig. What a DataLoader takes for its workers is taken as well, where it asks for
+            none (num_workers=0, persistent_workers=False and so on), and pin_memory, and means nothing.
 
     Iterating yields a tensor, or a dict of them by field where there are several: stacked [B, *shape] for fields whose
     records are alike, a Jagged for ragged ones. On a GPU they can be used at once on the current stream. All arguments
@@ -111,14 +114,21 @@ class ShardLoader(Generic[Batch]):
         reads on a GPU. EngineClosedError: after `close`.
     """
 
-    # Some look here before they decide how to treat a loader.
+    # Some look here before they decide how to treat a loader, or make another one with the same arguments.
     num_workers = 0
     pin_memory = False
+    pin_memory_device = ""
+    prefetch_factor = None
+    persistent_workers = False
+    worker_init_fn = None
+    multiprocessing_context = None
+    timeout = 0
+    in_order = True
 
     def __init__(
         self,
         path_or_dataset: ShardDataset | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         shuffle: bool | Shuffle = False,
         sampler: Iterable[int] | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
@@ -160,7 +170,7 @@ class ShardLoader(Generic[Batch]):
             collate_fn=collate_fn,
             transform=transform,
         )
-        options, knobs = split_knobs(knobs)
+        options, knobs = split_knobs(knobs, signature(ShardLoader).parameters)
         self.dataset = open_dataset(path_or_dataset, fields, options)
         table = self.dataset.table
         chosen = [table.field(name) for name in fields] if fields is not None else list(table.fields)
@@ -173,7 +183,7 @@ class ShardLoader(Generic[Batch]):
         self.drop_last = drop_last
         self.generator = generator
         self.seed = draw_seed(seed, generator)
-        ahead = default_prefetch(self._formats, batch_size) if prefetch_batches is None else prefetch_batches
+        ahead = default_prefetch(self._formats, batch_size or 1) if prefetch_batches is None else prefetch_batches
         self.prefetch_batches = ahead
         self.partition: Partition = partition
         self.fields = tuple(field.name for field in chosen)
@@ -200,7 +210,7 @@ class ShardLoader(Generic[Batch]):
         self._said: set[str] = set()
         close_at_exit(self)
         self.order_of(0)  # refuses what no order can be made of
-        if batch_sampler is None and sampler is None and None not in self._given_ranks:
+        if batch_sampler is None and sampler is None:
             self._feed(reading=False)
 
     # ---- iterating
@@ -315,6 +325,27 @@ class ShardLoader(Generic[Batch]):
     def __del__(self) -> None:
         if hasattr(self, "_said"):
             self.close()
+
+    def __repr__(self) -> str:
+        parts = [repr(self.dataset), f"batch_size={self.batch_size}"]
+        parts += [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in (("shuffle", "none"), ("drop_last", False), ("partition", "pad"), ("borrow", False))
+            if getattr(self, name) != default
+        ]
+        parts += [
+            f"{name}=..."
+            for name, given in (("sampler", self._sampler), ("batch_sampler", self.batch_sampler))
+            if given
+        ]
+        rank, world_size = self._given_ranks
+        parts += [f"rank={rank}, world_size={world_size}"] if rank is not None else []
+        parts += [
+            f"device={str(self._wanted_device)!r}",
+            f"prefetch_batches={self.prefetch_batches}",
+            f"epoch={self.epoch}",
+        ]
+        return f"{type(self).__name__}({', '.join(parts)}{', closed' if self._closed else ''})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Where the loader stands goes along; engine and iterator stay.

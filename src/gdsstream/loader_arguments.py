@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields as knobs_of
 from typing import Any, get_args
 
 import torch
 
 from gdsstream.batches import FieldFormat
+from gdsstream.config import StreamConfig, nearest
 from gdsstream.errors import ConfigError
 from gdsstream.header import PathLike
 from gdsstream.sampling import Partition, checked_shuffle
@@ -18,17 +20,18 @@ from gdsstream.shards import ShardDataset
 _PREFETCH_BYTES = 192 << 20
 _LEAST_PREFETCH, _MOST_PREFETCH = 2, 12
 _DATASET_OPTIONS = ("format", "dtype", "record_length", "stride", "index_cache")
-# What a DataLoader needs for its worker processes and its copies.
-_FOR_WORKERS = {
-    "num_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "prefetch_factor",
-    "persistent_workers",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "timeout",
-    "in_order",
+# What a DataLoader needs for its worker processes and its copies, and what says there that none are wanted. Batches are
+# on their device whether memory is pinned for that or not.
+_FOR_WORKERS: dict[str, tuple[object, ...]] = {
+    "num_workers": (0,),
+    "pin_memory": (None, False, True),
+    "pin_memory_device": ("",),
+    "prefetch_factor": (None,),
+    "persistent_workers": (False,),
+    "worker_init_fn": (None,),
+    "multiprocessing_context": (None,),
+    "timeout": (0,),
+    "in_order": (True,),
 }
 
 
@@ -49,7 +52,12 @@ def check_arguments(
     transform: object,
 ) -> None:
     """Raise ConfigError for arguments of ShardLoader that cannot work, or not together."""
-    _whole("batch_size", batch_size, 1)
+    if batch_size is None and batch_sampler is None:
+        raise ConfigError(
+            "batch_size is None, which would read records one by one; give batch_size=1, or iterate a ShardDataset"
+        )
+    if batch_size is not None:
+        _whole("batch_size", batch_size, 1)
     if prefetch_batches is not None:
         _whole("prefetch_batches", prefetch_batches, 0)
     if epochs is not None:
@@ -58,8 +66,8 @@ def check_arguments(
         _whole("rank", rank, 0)
     if world_size is not None:
         _whole("world_size", world_size, 1)
-    if rank is not None and world_size is not None:
-        _check_rank(rank, world_size)
+    if rank is not None or world_size is not None:
+        ranks_here(rank, world_size)  # type: ignore[arg-type]
     if not isinstance(drop_last, bool):
         raise ConfigError(f"drop_last is {drop_last!r}; it is True or False")
     for name, value, known in (
@@ -73,7 +81,7 @@ def check_arguments(
             raise ConfigError(f"{name} is {value!r}; it has to be a function, or None")
     shuffled = checked_shuffle(shuffle) != "none"  # type: ignore[arg-type]
     if batch_sampler is not None:
-        if batch_size != 1 or shuffled or sampler is not None or drop_last:
+        if batch_size not in (None, 1) or shuffled or sampler is not None or drop_last:
             raise ConfigError("batch_sampler decides alone: leave out batch_size, shuffle, sampler and drop_last")
     elif sampler is not None and shuffled:
         raise ConfigError("sampler decides the order alone: leave out shuffle, or the sampler")
@@ -82,16 +90,29 @@ def check_arguments(
             raise ConfigError(f"{name} is {value!r}, which cannot be iterated")
 
 
-def split_knobs(knobs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """ShardDataset's options, and StreamConfig's knobs. Raises ConfigError for what only makes sense with workers."""
-    for name in knobs:
-        if name in _FOR_WORKERS:
+def split_knobs(knobs: dict[str, Any], arguments: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ShardDataset's options, and StreamConfig's knobs. What a DataLoader takes for workers goes where that is none.
+
+    Raises ConfigError where it asks for some, and for what is none of all these; `arguments` are the loader's own.
+    """
+    options: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    known = {knob.name for knob in knobs_of(StreamConfig)}
+    for name, value in knobs.items():
+        if name in _DATASET_OPTIONS:
+            options[name] = value
+        elif name in known:
+            rest[name] = value
+        elif name not in _FOR_WORKERS:
+            close = nearest(name, known | {*arguments, *_DATASET_OPTIONS})
+            raise ConfigError(f"{name!r} is no knob, and no argument of ShardLoader{close}")
+        elif value not in _FOR_WORKERS[name]:
+            neutral = " or ".join(map(repr, _FOR_WORKERS[name]))
             raise ConfigError(
-                f"{name} is for the worker processes of a DataLoader, of which there are none here; leave it out "
-                "(prefetch_batches says how far to read ahead)"
+                f"{name} is {value!r}: it is for the worker processes of a DataLoader, of which there are none here; "
+                f"leave it out, or give {neutral} (prefetch_batches says how far to read ahead)"
             )
-    options = {name: value for name, value in knobs.items() if name in _DATASET_OPTIONS}
-    return options, {name: value for name, value in knobs.items() if name not in options}
+    return options, rest
 
 
 def open_dataset(
@@ -125,22 +146,20 @@ def default_prefetch(formats: Sequence[FieldFormat], batch_size: int) -> int:
 def ranks_here(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: as given, or torch.distributed's where it is initialised, or 0 and 1.
 
-    Raises ConfigError where they do not fit.
+    Raises ConfigError where they do not fit, and where one of them is given and nothing says the other.
     """
     if rank is None or world_size is None:
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not group and (rank is not None or world_size not in (None, 1)):
+            raise ConfigError(
+                f"rank is {rank} and world_size is {world_size}, and torch.distributed is not initialised; give both, "
+                "or initialise it first"
+            )
         rank = (torch.distributed.get_rank() if group else 0) if rank is None else rank
         world_size = (torch.distributed.get_world_size() if group else 1) if world_size is None else world_size
-    _check_rank(rank, world_size)
-    return rank, world_size
-
-
-def _check_rank(rank: Any, world_size: Any) -> None:
     if rank >= world_size:
-        raise ConfigError(
-            f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1"
-            + ("; give both, or initialise torch.distributed first" if world_size == 1 else "")
-        )
+        raise ConfigError(f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1")
+    return rank, world_size
 
 
 def _whole(name: str, value: object, least: int) -> None:
