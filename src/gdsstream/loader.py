@@ -28,28 +28,24 @@ from gdsstream.batches import Pad, batch_formats
 from gdsstream.config import StreamConfig
 from gdsstream.devices import default_device, parse_device
 from gdsstream.engine import merge
-from gdsstream.epoch_sampler import epoch_sampler
 from gdsstream.errors import ConfigError, EngineClosedError
-from gdsstream.feed import Feed, Locator, OrderFeed, SamplerFeed
+from gdsstream.feed import Locator
 from gdsstream.loader_arguments import (
     check_arguments,
     default_prefetch,
     draw_seed,
     open_dataset,
-    ranks_here,
     split_knobs,
 )
 from gdsstream.loader_engine import LoaderEngine, close_at_exit
 from gdsstream.loader_iterator import LoaderIterator
-from gdsstream.loader_state import Order, Progress, Standing, from_state, to_state
+from gdsstream.loader_order import LoaderOrder
+from gdsstream.loader_state import Progress, Standing, from_state, to_state
 from gdsstream.loader_stats import LoaderStats
 from gdsstream.prefetch import Prefetcher
-from gdsstream.readahead import ReadAhead
 from gdsstream.sampling import (
     BLOCK_RECORDS,
     WINDOW_BLOCKS,
-    BatchPlan,
-    EpochOrder,
     Partition,
     Shuffle,
     checked_shuffle,
@@ -59,7 +55,7 @@ from gdsstream.shards import ShardDataset
 Batch = TypeVar("Batch")
 
 
-class ShardLoader(Generic[Batch]):
+class ShardLoader(LoaderOrder, Generic[Batch]):
     """Iterate over a dataset's shards in batches on a device: torch's DataLoader, with the reads made natively.
 
     Args:
@@ -282,19 +278,6 @@ class ShardLoader(Generic[Batch]):
         return self._engine.device
 
     @property
-    def sampler(self) -> Iterable[int] | None:
-        """The one that was given, or one of what the loader reads, as a DataLoader has it; None with batch_sampler."""
-        return self._sampler if self._sampler is not None or self.batch_sampler is not None else epoch_sampler(self)
-
-    @property
-    def rank(self) -> int:
-        return ranks_here(*self._given_ranks)[0]
-
-    @property
-    def world_size(self) -> int:
-        return ranks_here(*self._given_ranks)[1]
-
-    @property
     def route(self) -> str:
         """What moved the bytes, as the engine reports it."""
         return self._engine.route
@@ -336,7 +319,7 @@ class ShardLoader(Generic[Batch]):
         parts += [
             f"{name}=..."
             for name, given in (("sampler", self._sampler), ("batch_sampler", self.batch_sampler))
-            if given
+            if given is not None
         ]
         rank, world_size = self._given_ranks
         parts += [f"rank={rank}, world_size={world_size}"] if rank is not None else []
@@ -355,24 +338,6 @@ class ShardLoader(Generic[Batch]):
         vars(self).update(state)
         self._engine = LoaderEngine(self.dataset, self._wanted_device, self.config)
         close_at_exit(self)
-
-    # ---- for the sampler and the iterator
-
-    def order_of(self, epoch: int) -> EpochOrder:
-        """The order of an epoch, over all ranks."""
-        return EpochOrder(
-            len(self.dataset),
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=epoch,
-            block_records=self.block_records,
-            window_blocks=self.window_blocks,
-        )
-
-    def share(self) -> BatchPlan:
-        """This rank's share of a whole epoch."""
-        rank, world_size = ranks_here(*self._given_ranks)
-        return BatchPlan(len(self.dataset), 0, self.batch_size or 1, rank, world_size, self.drop_last, self.partition)
 
     # ---- inside
 
@@ -395,31 +360,6 @@ class ShardLoader(Generic[Batch]):
             self._iterator = None
         if self._closed:
             raise EngineClosedError("the loader was closed; make a new one")
-
-    def _order(self) -> Order:
-        own = self._sampler is None and self.batch_sampler is None
-        return Order(
-            self.dataset.fingerprint,
-            len(self.dataset),
-            self.seed if own else 0,
-            self.shuffle if own else "sampler" if self.batch_sampler is None else "batch_sampler",
-            self.block_records if self.shuffle == "block" else 0,
-            self.window_blocks if self.shuffle == "block" else 0,
-        )
-
-    def _feed(self, *, reading: bool = True) -> Feed:
-        if self._sampler is not None or self.batch_sampler is not None:
-            return SamplerFeed(
-                self._locate,
-                num_records=len(self.dataset),
-                sampler=self._sampler,
-                batch_sampler=self.batch_sampler,
-                batch_size=self.batch_size or 1,
-                drop_last=self.drop_last,
-            )
-        ahead = reading and self.shuffle == "block" and not self.config.direct_io
-        reach = ReadAhead(self.dataset.table, self._locate).reach if ahead else None
-        return OrderFeed(self.order_of, self.share(), self._locate, reach)
 
     def _prefetcher(self) -> Prefetcher:
         engine, files = self._engine.open()
