@@ -55,6 +55,7 @@ class LoaderIterator:
         self._closed = False
         self._released = False
         self._done = False
+        self._settled = False  # the last call came to its end, and left no flight that is not begun
         self.begun = False
         self._begin(feed)
 
@@ -63,10 +64,10 @@ class LoaderIterator:
 
     def __next__(self) -> Any:
         check_process(self._pid, "loader's iterator")
-        if self._done:
-            self.close()
-            raise StopIteration
         if self._closed:
+            if self._done:
+                self.close()
+                raise StopIteration
             raise EngineClosedError(
                 "this iterator was ended: its loader was closed, or iterated anew, or given a state"
             )
@@ -78,6 +79,7 @@ class LoaderIterator:
             spent = time.perf_counter() - started
             self._stats.host_s += spent - (self._stats.stall_s - stalled)
         self._count(flight)
+        self._settled = self._flights[-1].begun
         work, batch, standing = flight.work, flight.result, self._standing
         before, over = standing.progress, standing.over
         try:
@@ -119,10 +121,10 @@ class LoaderIterator:
 
     def _begin(self, feed: Feed) -> None:
         self._feed = feed
-        self._cursor = self._standing.progress  # behind the last flight, where there is one
+        self._cursor = self._standing.progress  # where the feed goes on, unless flights say it
         self._fed = False  # whether the feed has come to its end
         self._started = time.perf_counter()
-        self._handed = 0
+        self._handed = False  # a batch
         self._top_up(self._depth)
 
     def _next(self) -> Flight:
@@ -138,27 +140,22 @@ class LoaderIterator:
                 self._prefetcher.make_ready(flight)
             except Exception as error:
                 flight.failure = error
-            if not flight.empty:
+            if flight.failure is not None or flight.num_records:
                 return flight
             self._count(flight)
             self._standing.progress, self._standing.over = flight.work.after, flight.work.last
             self._current = flight
 
     def _top_up(self, wanted: int) -> None:
-        for index, flight in enumerate(self._flights):
-            if not flight.begun:
-                # For want of descriptors, or because of an interrupt.
-                self._prefetcher.drop(flight)
-                again = self._flights[index] = Flight(flight.work, flight.work.located)
-                if not self._prefetcher.begin(again, alone=not index):
-                    return
+        if not self._settled and not self._begin_anew():
+            return
+        self._settled = False
         while len(self._flights) < wanted and not self._fed:
-            if self._flights:
-                self._cursor = self._flights[-1].work.after
+            place = self._flights[-1].work.after if self._flights else self._cursor
             try:
-                work = self._feed.at(self._cursor)
+                work = self._feed.at(place)
             except Exception as error:  # a sampler's, which is due after the batches that it gave before
-                self._flights.append(_failed(self._cursor, error))
+                self._flights.append(_failed(place, error))
                 work = None
             if work is None:
                 self._fed = True
@@ -168,11 +165,21 @@ class LoaderIterator:
             if not self._prefetcher.begin(flight, alone=len(self._flights) == 1):
                 return
 
+    def _begin_anew(self) -> bool:
+        """Begin what is not begun, for want of descriptors or because of an interrupt; whether that was all."""
+        for index, flight in enumerate(self._flights):
+            if not flight.begun:
+                self._prefetcher.drop(flight)
+                again = self._flights[index] = Flight(flight.work, flight.work.located)
+                if not self._prefetcher.begin(again, alone=not index):
+                    return False
+        return True
+
     def _end(self) -> NoReturn:
         """Nothing is left."""
         epoch, until = self._cursor.epoch, self._cursor.until
         self._standing.progress, self._standing.over = Progress(epoch + 1 if until is None else until), False
-        self._done = True
+        self._done = self._closed = True
         self.close()
         raise StopIteration
 
@@ -181,15 +188,16 @@ class LoaderIterator:
         if flight.failure is not None:
             stats.failed_batches += 1
             return
-        records, epochs = flight.num_records, int(flight.work.last)
-        lost = dict(stats.skipped_by_shard)
-        for path, count in flight.skipped.items():
-            lost[path] = lost.get(path, 0) + count
+        records, work = flight.num_records, flight.work
         nbytes = flight.layout.plan.total_bytes if flight.layout is not None else 0
-        waited = time.perf_counter() - self._started
-        stats.skipped_records += len(flight.work.records) - records
-        stats.skipped_by_shard = lost
-        stats.epochs += epochs
+        waited = 0.0 if self._handed else time.perf_counter() - self._started
+        if flight.skipped:
+            lost = dict(stats.skipped_by_shard)
+            for path, count in flight.skipped.items():
+                lost[path] = lost.get(path, 0) + count
+            missing = len(work.records) - records
+            stats.skipped_by_shard, stats.skipped_records = lost, stats.skipped_records + missing
+        stats.epochs += work.last
         if not records:
             return
         stats.batches += 1
@@ -197,19 +205,19 @@ class LoaderIterator:
         stats.bytes += nbytes
         if not self._handed:
             stats.first_batch_s = waited
-        self._handed += 1
+        self._handed = True
 
     def _retire(self) -> None:
         """The caller is done with the batch that was handed out."""
         flight = self._current
         if flight is None:
             return
-        if flight.failure is not None or flight.empty:
+        if flight.failure is not None or not flight.num_records:
             self._prefetcher.drop(flight)
         else:
             self._prefetcher.retire(flight)
         if self._flights and self._flights[0] is flight:
-            self._cursor = self._flights[-1].work.after
+            self._cursor = flight.work.after
             self._flights.popleft()
         self._current = None
 

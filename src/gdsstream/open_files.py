@@ -55,6 +55,8 @@ class OpenFiles:
     def take(self, numbers: Sequence[int], user: Hashable) -> list[OpenFile]:
         """The files, opened where they are not; they stay until `user` gives them back, or takes others."""
         missing = [number for number in numbers if number not in self._open]
+        if not missing and not self._crowded:
+            return [self._open[number] for number in numbers]
         if self._crowded:
             self._in_use[user] = numbers
             for number in numbers:
