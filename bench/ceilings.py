@@ -6,7 +6,7 @@
 | warm, on the CPU        | bare threads, preadv into memory that already exists, and the consumer's pass       |
 | cold, read              | the best O_DIRECT rate of threads and of kernel AIO (ceilings_disk.py)               |
 | warm, gather on the CPU | torch's index_select out of a mapping of the files, and the consumer's pass         |
-| cold, gather            | the same of reads of one record each                                                 |
+| cold, gather            | the same of reads of one record each; from 64 KiB on of blocks if those are faster   |
 | pipeline, train         | the same as for read, or the compute alone, whichever is slower                      |
 | write                   | O_DIRECT writes with fsync, the best of a sweep (ceilings_write.py)                  |
 | transfer                | see ceilings_transfer.py                                                            |

@@ -35,6 +35,8 @@ _AIO_BLOCKS, _AIO_DEPTHS = (512 * _KIB, 1 * _MIB, 4 * _MIB), (8, 32, 128)
 _RECORD_THREADS, _RECORD_DEPTHS = (4, 16, 64), (32, 128, 512)
 #: In flight at once; more is no other arrangement to a disk.
 _MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
+#: From here on single records may be slower than whole blocks.
+_MIDDLE = 64 * _KIB
 _PAGE = mmap.PAGESIZE
 
 
@@ -56,9 +58,10 @@ class Arrangement(NamedTuple):
 
 
 class Disk(Ceiling):
-    """Reads of the files, or writes over what they hold: of `request`'s records, of blocks, or (`both`) of either,
-    whichever is faster. `own` is the size of a row's io and how many it has in flight, one more arrangement. A
-    measurement moves `nbytes` at most. Raises BenchError where kernel AIO refuses an io, OSError where the system does.
+    """Reads of the files, or writes over what they hold: of `request`'s records or, without one, of blocks. Reads of
+    records of 64 KiB and more may be blocks, too, if that is faster: loaders may join them. `own` is the size of a
+    row's io and how many it has in flight, one more arrangement. A measurement moves `nbytes` at most. Raises
+    BenchError where kernel AIO refuses an io, OSError where the system does.
     """
 
     def __init__(
@@ -67,7 +70,6 @@ class Disk(Ceiling):
         nbytes: int,
         *,
         request: GatherRequest | None = None,
-        both: bool = False,
         own: tuple[int, int] | None = None,
         write: bool = False,
     ) -> None:
@@ -77,7 +79,7 @@ class Disk(Ceiling):
         self._no_aio = self._why or _without_aio()
         self._places: dict[int, list[tuple[int, int]]] = {}
         choices = self._records(request, own) if request is not None else []
-        if request is None or both:
+        if request is None or (request.length >= _MIDDLE and not write):
             choices += [each for each in self._blocks(own) if each not in choices]
         self._memory = used_memory(max(each.in_flight_bytes for each in choices))
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data

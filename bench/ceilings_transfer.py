@@ -21,8 +21,6 @@ from bench.ceilings_disk import Disk
 from bench.scenarios.base import Workload
 
 _SAMPLE_BYTES = 1 << 30
-#: From here on single ios may be slower than whole blocks.
-_MIDDLE = 64 << 10
 
 
 def choose(workload: Workload, *, cold: bool) -> Ceiling:
@@ -31,11 +29,8 @@ def choose(workload: Workload, *, cold: bool) -> Ceiling:
     assert job.transfer is not None
     nbytes = min(workload.sample_bytes, _SAMPLE_BYTES)
     own = (job.transfer.io_bytes, job.transfer.threads * job.transfer.depth)
-    if job.transfer.write:
-        return Disk(job.paths, nbytes, request=job.request, own=own, write=True)
-    if cold:
-        both = job.request is not None and job.request.length >= _MIDDLE
-        return Disk(job.paths, nbytes, request=job.request, both=both, own=own)
+    if cold or job.transfer.write:
+        return Disk(job.paths, nbytes, request=job.request, own=own, write=job.transfer.write)
     if job.cuda:
         return PinnedCopy(job.device, nbytes)
     if job.request is not None:

@@ -139,3 +139,16 @@ def test_without_o_direct_or_kernel_aio_the_detail_says_so(paths: list[str], mon
         assert disk.sample() > 0
         assert "through the page cache: O_DIRECT is refused here" in disk.describe()
         disk.close()
+
+
+@pytest.mark.parametrize(
+    ("record", "write", "blocks"), [(4096, False, False), (64 << 10, False, True), (64 << 10, True, False)]
+)
+def test_large_records_may_be_read_as_blocks(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, record: int, write: bool, blocks: bool
+) -> None:
+    seen: list[Arrangement] = []
+    monkeypatch.setattr(ceilings_disk, "Best", lambda rate, choices, *rest: seen.extend(choices))
+    Disk(paths, 4 * MIB, request=request(record, 8), write=write).close()
+    assert any(each.records and each.length == record for each in seen)
+    assert any(not each.records for each in seen) == blocks
