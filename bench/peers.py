@@ -74,9 +74,9 @@ def beside(sections: Sequence[Sequence[Record]], from_width: int, bounds_width: 
     rows = [row for section in sections for row in section]
     sure = report_bounds.column(rows, bounds, lambda each: f"{each.low:.2f}-{each.high:.2f}", bounds_width)
     return Beside(
-        [Column("x peer", cell, from_width), sure._replace(title=f"x peer {sure.title}")],
+        [Column("x peer", cell, from_width), sure._replace(title=f"x {sure.title}")],
         "x peer: the rate over that of the fastest that is not gdsstream's, the median of the ratios within the "
-        f"rounds: {', '.join(names)}.",
+        f"rounds: {', '.join(names)}. x {sure.title}: of these ratios.",
     )
 
 
