@@ -263,6 +263,15 @@ def check_overrides(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> 
 def _check_key(key: str, config_dir: Path) -> None:
     head, _, rest = key.partition(".")
     top = _hints([BenchConfig])
+    if head == "loader" and rest:
+        said = (
+            f"unknown key '{key}': rows are chosen with loader=, and their options are keys of 'loaders'; did you mean "
+        )
+        try:
+            _check_loader_key(f"loaders.{rest}", rest, config_dir)
+        except BenchConfigError as error:
+            raise BenchConfigError(f"{said}'loaders.{rest}'? That is an {error}") from None
+        raise BenchConfigError(f"{said}'loaders.{rest}'?")
     if head not in top:
         raise BenchConfigError(f"unknown key '{key}'; {nearest(head, set(top) | set(groups(config_dir)))}")
     if head == "loaders" and rest:

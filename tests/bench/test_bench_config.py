@@ -77,6 +77,8 @@ def test_a_row_in_yaml_names_every_option_of_its_loader() -> None:
         ("loaders.pread.num_thread=3", "unknown option 'loaders.pread.num_thread'; did you mean 'num_threads'?"),
         ("loaders.prea.num_threads=3", "did you mean 'pread'?"),
         ("loader=[zzz]", "valid: dali, "),
+        ("loader.pread.num_threads=3", "did you mean 'loaders.pread.num_threads'?"),
+        ("loader.pread.threads=3", "did you mean 'loaders.pread.threads'? That is an unknown option"),
     ],
 )
 def test_an_unknown_override_names_the_nearest_valid_one(override: str, message: str) -> None:
