@@ -94,7 +94,12 @@ def find(file: Path, settings: BenchConfig, env: Mapping[str, Any]) -> Found:
 
 
 def _differing(row: Record, settings: BenchConfig, env: Mapping[str, Any]) -> list[str]:
-    """In what a row is not of this run, for people."""
+    """In what a row is not of this run, for people; of another scenario everything else would differ as well."""
+    now_is = settings.scenario
+    if (row.scenario, row.verb) != (now_is.name, now_is.verb):
+        return [
+            f"it is of scenario {row.scenario!r} (verb {row.verb}), and this run is of {now_is.name!r} ({now_is.verb})"
+        ]
     known = [name for name in ("commit", *_MACHINE) if row.env.get(name) != env.get(name)]
     said = [f"{name} was {row.env.get(name)!r} and is {env.get(name)!r}" for name in known]
     parts, scenario = _parts(settings), _timeless(row.config.get("scenario", {}))

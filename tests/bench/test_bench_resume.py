@@ -128,6 +128,17 @@ def test_other_parameters_are_refused(finished: tuple[BenchConfig, Path, dict[st
         resume.find(output, replace(given, scenario=replace(given.scenario, sizes=[4096])), env)  # type: ignore[call-arg]
 
 
+def test_another_scenario_is_said_and_nothing_else(finished: tuple[BenchConfig, Path, dict[str, Any]]) -> None:
+    given, output, env = finished
+    other = config.PipelineConfig("pipeline", "pipeline")
+    with pytest.raises(BenchError) as caught:
+        resume.find(output, replace(given, scenario=other, loaders={"x": {}}), {**env, "commit": "other"})
+    assert "is of another run: it is of scenario 'loader_epoch' (verb epoch), and this run is of 'pipeline'" in str(
+        caught.value
+    )
+    assert "commit" not in str(caught.value)
+
+
 def test_what_only_says_how_a_run_is_made_may_differ(finished: tuple[BenchConfig, Path, dict[str, Any]]) -> None:
     given, output, env = finished
     other = replace(given, isolate=False, resume="y", scenario=replace(given.scenario, max_seconds=9.0))
