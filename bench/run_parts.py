@@ -149,6 +149,22 @@ def _again(scenario: ScenarioConfig, plan: files.Plan) -> str:
     return ", anew for each part" if plan.by_part else ""
 
 
+def check_output(output: Path) -> None:
+    """Raise BenchError where records cannot be added to `output`. Nothing of it stays where there was none."""
+    existed = output.exists()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        why = f"{output.parent} is no directory" if isinstance(error, FileExistsError) else error.strerror
+        raise BenchError(
+            f"'output': {output} cannot be written: {why}; name a .jsonl file in a directory that can be written in"
+        ) from error
+    if not existed:
+        output.unlink()
+
+
 def append(output: Path, rows: Sequence[record.Record]) -> None:
     """Add lines to a file of records, which is made where it is missing."""
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT
 from runs import running
 
-from bench import record
+from bench import record, run_parts
+from bench.config import BenchError
 
 COMMAND = [sys.executable, "-m", "bench.run", "device=cpu", "loader=[pread,safetensors]"]
 
@@ -43,6 +44,22 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(tmp_path: Path) -> No
     )
     assert run.returncode == 2
     assert "did you mean 'rounds'?" in run.stdout
+
+
+def test_an_output_that_cannot_be_written_is_said_before_anything_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output, says in ((f"{tmp_path}/file/x.jsonl", "file is no directory"), (str(tmp_path), "Is a directory")):
+        with pytest.raises(BenchError, match=f"'output': {output} cannot be written: .*{says}"):
+            run_parts.check_output(Path(output))
+    run_parts.check_output(tmp_path / "new" / "rows.jsonl")
+    assert list((tmp_path / "new").iterdir()) == []
+    run = subprocess.run(
+        command(tmp_path, f"output={tmp_path}/file/x.jsonl"),
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2, run.stdout
+    assert "error: 'output':" in run.stdout
+    assert "files of" not in run.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
