@@ -80,9 +80,16 @@ class Device:
 
     def used_bytes(self) -> int:
         """Memory in use by anybody, without what the driver keeps for itself. Raises NvmlError."""
+        return int(self._memory().used)
+
+    def free_bytes(self) -> int:
+        """Memory in use by nobody. Raises NvmlError."""
+        return int(self._memory().free)
+
+    def _memory(self) -> _Memory:
         found = _Memory(version=ctypes.sizeof(_Memory) | _DEVICE_V2 << 24)
         self._call("nvmlDeviceGetMemoryInfo_v2", ctypes.byref(found))
-        return int(found.used)
+        return found
 
     def received_bytes(self) -> int:
         """What came over PCIe, headers included, modulo COUNTER. Raises NvmlError where that is not counted."""

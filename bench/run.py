@@ -52,7 +52,7 @@ from bench import (
     scenarios,
 )
 from bench.config import BenchConfig, BenchError, TransferConfig
-from bench.run_parts import Parts, append, row_config
+from bench.run_parts import Parts, append, check_output, row_config
 
 
 def measure(
@@ -145,11 +145,12 @@ def _app(composed: DictConfig) -> None:
         settings = config.build({str(key): value for key, value in plain.items()})
         directory = Path(HydraConfig.get().runtime.output_dir)
         if settings.reference.parts:
-            reference.run(settings, directory, out)
+            reference.run(settings, directory, out, HydraConfig.get().overrides.task)
             return
         output = Path(settings.output or directory / resume.NAME)
         if settings.resume is not None:
             output = resume.path(settings.resume, _job())
+        check_output(output)
         rows = []
         runs = gdsio_run.expand(settings, lambda note: out.print(note, style="yellow", highlight=False))
         for each in runs:

@@ -5,6 +5,8 @@ their tables come from, one after the other and scaled to the machine, and lays 
 made and what is claimed is data (configs/reference/):
 
     plan.py     what a part and a claim are, checked
+    forward.py  what of the command line is for the parts
+    fit.py      how long a part's samples take, and how much they move
     parts.py    the experiments: each a run of bench.run in a fresh process, with a share of the time; resumable
     claims.py   our figure for a claim, with its interval, and whether the claim holds (pure)
     show.py     the table in the terminal, and report.md
@@ -18,6 +20,7 @@ failed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -26,15 +29,15 @@ from bench.config import BenchConfig
 from bench.record import Record
 
 
-def run(settings: BenchConfig, directory: Path, out: Console) -> list[Record]:
+def run(settings: BenchConfig, directory: Path, out: Console, given: Sequence[str] = ()) -> list[Record]:
     """Make the parts, in `directory` or where an earlier call began, print the table and write report.md; returns all
-    records, which are in results.jsonl there. Raises BenchError."""
-    from bench.reference import claims, parts, plan, show
+    records, which are in results.jsonl there. `given` are the overrides of the command line. Raises BenchError."""
+    from bench.reference import claims, forward, parts, plan, show
 
     planned = plan.build(settings.reference)
     place = Path(settings.reference.resume or directory)
     try:
-        made = parts.run(planned, settings, place, out)
+        made = parts.run(planned, settings, place, out, forward.check(given))
     except KeyboardInterrupt:
         out.print(f"go on with reference.resume={place}", highlight=False)
         raise

@@ -21,12 +21,14 @@ NEEDS = {"gpudirect": "bytes that go from storage into GPU memory by GPUDirect S
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An experiment with overrides, and its share of the time in proportion to the others'."""
+    """An experiment with overrides, and its share of the time in proportion to the others'. `grows`: a transfer whose
+    claims are of rates, so that samples may be as long and as large as time and machine say (fit.py)."""
 
     name: str
     experiment: str
     overrides: list[str] = field(default_factory=list)
     share: float = 1.0
+    grows: bool = False
 
     def __post_init__(self) -> None:
         if self.share <= 0:

@@ -10,7 +10,7 @@ Memory is cleared before each read and filled anew before each write, and after 
 or in the file once its pages have been given back to the disk. All of that is outside of the timed region; fsync is,
 too, unless the scenario says otherwise, and the rows say which.
 
-With `sample_seconds` a row's first load is a trial of a few ios and then of more, until it takes a tenth of that; it
+With `sample_seconds` a row's first load is a trial of a few ios and then of more, until it takes a tenth of that and 50 ms; it
 says how many ios the samples have.
 """
 
@@ -46,9 +46,10 @@ _PERCENTILES = {"p50": 50.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
 #: Single ios are the disk's limit below, whole blocks of many threads above.
 _LARGE_IO = 1 << 20
 _TRIAL_TURNS, _TRIAL_GROWTH = 4, 4
-# Of a sample's seconds: shorter trials say little about it.
-_TRIAL_SHARE = 0.1
+# Of a sample's seconds, and seconds: shorter trials say little about it.
+_TRIAL_SHARE, _TRIAL_S = 0.1, 0.05
 _CEILING_IOS = 65536
+_MOST_IOS = 1 << 18
 _BLOCK = 1 << 20
 _SALT_STEP = 40_009
 
@@ -103,6 +104,9 @@ class Transfer(Workload):
         sizes = [files.plan.file_bytes] * files.plan.files
         self._file_bytes = files.plan.total_bytes
         scenario_sizes = transfer_ops.range_sizes(*scenario.io_range) if scenario.io_range else scenario.io_bytes
+        # A row that may move less for its time need not go through millions of ios first.
+        most = _MOST_IOS if scenario.sample_seconds is not None else total
+        total = min(total, most * min(scenario_sizes))
         capacity = 0
 
         @memoise
@@ -181,7 +185,9 @@ class Transfer(Workload):
         count = _TRIAL_TURNS * loader.num_threads * loader.in_flight
         found = _moved(loader, every.first(count), salt)
         tried = found.ops.total_bytes
-        while found.seconds < _TRIAL_SHARE * sample_seconds and len(found.ops) < len(every):
+        while found.seconds < max(_TRIAL_SHARE * sample_seconds, min(_TRIAL_S, sample_seconds)) and len(
+            found.ops
+        ) < len(every):
             count *= _TRIAL_GROWTH
             found = _moved(loader, every.first(count), salt)
             tried += found.ops.total_bytes

@@ -126,17 +126,20 @@ def test_a_part_may_be_changed_on_the_command_line() -> None:
 def test_a_reference_run_from_end_to_end_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     where = ["device=cpu", f"storage.dir={tmp_path}/files"]
-    smaller = "['loader=[pread,safetensors]','storage.files=1','storage.file_bytes=1048576','scenario.rounds=3']"
+    smaller = "['loader=[pread,safetensors]','storage.files=1','storage.file_bytes=1048576','scenario.rounds=9']"
     small = [
         f"reference.parts.load_model.overrides={smaller}",
         "+reference.parts.none={experiment: smokd}",
         "reference.only=[load_model,none]",
     ]
-    settings = config.build(composed("experiment=reference_smoke", *where, *small))
+    given = ["experiment=reference_smoke", *where, *small, "scenario.rounds=6", f"output={tmp_path}/all.jsonl"]
+    settings = config.build(composed(*given))
     out = Console(file=io.StringIO(), width=120)
-    first = reference.run(settings, tmp_path / "run", out)
+    first = reference.run(settings, tmp_path / "run", out, given)
     assert [(row.loader, row.status) for row in first] == [("pread", "ok"), ("safetensors", "ok")]
+    assert [len(row.samples_s) for row in first] == [6, 6], "the command line goes before the part"
     lines = (tmp_path / "run" / resume.NAME).read_text(encoding="utf-8").splitlines()
+    assert (tmp_path / "all.jsonl").read_text(encoding="utf-8").splitlines() == lines
     assert [json.loads(line) for line in lines] == [json.loads(row.to_json()) for row in first]
     report = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
     assert "| Reading is a million times as fast as mapping | 1,000,000 x |" in report
@@ -147,13 +150,14 @@ def test_a_reference_run_from_end_to_end_and_resumed(tmp_path: Path) -> None:
     assert "3 claims: 1 holds, 1 does not hold here, 0 undecided, 1 side by side, 0 not comparable." in printed
 
     again = replace(settings, reference=replace(settings.reference, resume=str(tmp_path / "run")))
-    second = reference.run(again, tmp_path / "elsewhere", out)
+    second = reference.run(again, tmp_path / "elsewhere", out, given)
+    assert (tmp_path / "all.jsonl").read_text(encoding="utf-8").splitlines() == lines
     assert [row.to_json() for row in second] == [row.to_json() for row in first]
     assert not (tmp_path / "elsewhere").exists()
     other = {**again.reference.parts, "load_model": {"experiment": "smoke", "overrides": ["scenario.rounds=4"]}}
     changed = replace(again, reference=replace(again.reference, parts=other))
     with pytest.raises(BenchError, match="overrides was"):
-        reference.run(changed, tmp_path / "elsewhere", out)
+        reference.run(changed, tmp_path / "elsewhere", out, given)
 
 
 def test_parts_for_which_no_time_is_left_say_so(tmp_path: Path) -> None:
