@@ -196,12 +196,16 @@ class BenchConfig:
     resume: str | None = None
     #: Measure in a process of its own, so that a library that crashes is a row and not the end of the run.
     isolate: bool = True
+    #: With `isolate`, a row that is at one step for longer is ended and failed; None: never.
+    hang_seconds: float | None = 600.0
     #: Measure although another process uses the GPU.
     allow_busy_gpu: bool = False
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     def __post_init__(self) -> None:
         one_of("device", self.device, DEVICES)
+        if self.hang_seconds is not None and self.hang_seconds <= 0:
+            raise BenchConfigError(f"'hang_seconds' is {self.hang_seconds}; it has to be positive, or null")
         self.scenario.check_storage(self.storage)
         if self.output is not None and self.resume is not None:
             raise BenchConfigError("'output' and 'resume' both name a file of records; a resumed run adds to its own")

@@ -9,6 +9,9 @@ signal and the last words of the library, and the run begins anew with the part 
 that were complete are kept. A library that crashes later than it is at work, from a thread of its own, can bring the
 blame on another row; the words in the reason tell.
 
+One that never returns is ended as well: when a loader has been at one step for `hang_seconds`, the process gets the
+signal at which Python says where it is, and the row is a failed one.
+
 It also makes every run of a multirun start in a fresh process, and takes the test files away where a run was killed.
 `isolate=false` measures in this process, for a debugger or a profiler.
 """
@@ -17,12 +20,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +42,11 @@ from bench.record import Record
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ENDING_S, _ENDING_TIMES = 5.0, 12
+#: How often is looked whether a loader hangs.
+_LOOK_S = 2.0
+#: Of the folder that a process that guards and one that measures share.
+PREFIX = "gdsstream-bench-guard-"
+_SAID = "said"
 _WORDS = 3
 _LENGTH = 400
 #: As faulthandler writes them.
@@ -92,15 +102,98 @@ class Log:
         return told
 
 
+class Attempt:
+    """A measuring process, and what it writes to its error output. `extra` are variables of its environment."""
+
+    def __init__(self, task: Task, folder: Path, extra: Mapping[str, str] | None = None) -> None:
+        self._folder, self._keep = folder, bool(task.settings["storage"]["keep_files"])
+        self._limit_s: float | None = task.settings["hang_seconds"]
+        self._hung: str | None = None
+        (folder / _SAID).unlink(missing_ok=True)
+        (folder / "task").write_text(json.dumps(asdict(task)), encoding="utf-8")
+        environment = {**os.environ, **(extra or {})}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH")]))
+        terminal = os.dup(2) if os.isatty(2) else None
+        if terminal is not None:
+            environment[progress.TERMINAL] = str(terminal)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "bench.guarded", str(folder), str(os.getpid())],
+                env=environment,
+                stderr=subprocess.PIPE,
+                pass_fds=() if terminal is None else (terminal,),
+                # Ctrl-C comes to this process only, which passes it on once.
+                process_group=0,
+            )
+        finally:
+            if terminal is not None:
+                os.close(terminal)
+        assert self._process.stderr is not None
+        self._last: deque[str] = deque(maxlen=200)
+        self._reader = threading.Thread(target=_pass_on, args=(self._process.stderr, self._last), daemon=True)
+        self._reader.start()
+        #: Readable once the process has ended.
+        self.ended_fd = os.pidfd_open(self._process.pid)
+        self._heard, self._heard_at = 0, time.monotonic()
+
+    def told(self) -> Told:
+        """What it has said of itself until now."""
+        return Log.read(self._folder / _SAID)
+
+    def wait(self) -> None:
+        """Until it has ended, by itself or because it hung."""
+        poll = select.poll()
+        poll.register(self.ended_fd, select.POLLIN)
+        while not poll.poll(_LOOK_S * 1e3):
+            self.watch()
+
+    def watch(self) -> None:
+        """End it where a loader has been at one step for too long."""
+        now, place = time.monotonic(), self._folder / _SAID
+        size = place.stat().st_size if place.exists() else 0
+        if size != self._heard:
+            self._heard, self._heard_at = size, now
+        if self._limit_s is None or now - self._heard_at < self._limit_s or self.told().loader is None:
+            return
+        self._hung = f"it was at one step for more than hang_seconds={self._limit_s:g} and was ended"
+        self._process.send_signal(signal.SIGABRT)
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def outcome(self) -> tuple[int, str]:
+        """How the process that has ended did so (as subprocess says it), and why, with its last words."""
+        ended = self._process.wait()
+        os.close(self.ended_fd)
+        told = self.told()
+        if told.end is None and told.error is None:
+            _take_away(self._folder, self._process.pid)
+        self._reader.join(1.0)  # a worker that outlived the process may hold its end open
+        words = _last_words(list(self._last)) or "it said nothing"
+        return ended, f"{self._hung or f'it ended the process by {_how(ended)}'} ({told.step}): {words}"
+
+    def end(self) -> None:
+        """Let it remove its files and end; a second Ctrl-C ends it at once."""
+        os.close(self.ended_fd)
+        _end(self._process, self._folder, keep=self._keep)
+
+
 def run(settings: BenchConfig, output: Path, out: Console) -> list[Record]:
     """Measure in a process of its own, however often it has to begin, and return the records. Raises BenchError, and
     KeyboardInterrupt when interrupted, once the test files are removed."""
     begin = output.stat().st_size if output.exists() and settings.resume is None else 0
     task = Task(asdict(settings), str(output))
-    with tempfile.TemporaryDirectory(prefix="gdsstream-bench-guard-") as folder:
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
         while True:
-            ended, words = _attempt(task, Path(folder))
-            told = Log.read(Path(folder) / "said")
+            attempt = Attempt(task, Path(folder))
+            try:
+                attempt.wait()
+            except KeyboardInterrupt:
+                attempt.end()
+                raise
+            ended, reason = attempt.outcome()
+            told = attempt.told()
             if told.end == "interrupted":
                 raise KeyboardInterrupt
             if told.error is not None:
@@ -113,53 +206,12 @@ def run(settings: BenchConfig, output: Path, out: Console) -> list[Record]:
             if told.loader is None or told.part is None:
                 if ended > 0:
                     raise SystemExit(ended)  # an error of the bench itself, whose traceback was shown
-                raise BenchError(
-                    f"the measuring process was ended by {_how(ended)} while no loader was at work ({told.step}); "
-                    f"{words or 'it said nothing'}"
-                )
-            reason = _reason(ended, told.step, words)
+                raise BenchError(f"the measuring process was lost while no loader was at work: {reason}")
             out.print(f"{told.loader}: {reason}; going on without it", style="yellow", markup=False, highlight=False)
             task.crashed.setdefault(str(told.part), {})[told.loader] = reason
             task.finished += told.finished
     text = output.read_bytes()[begin:].decode("utf-8") if output.exists() else ""
     return results.parse(text, output)
-
-
-def _attempt(task: Task, folder: Path) -> tuple[int, str]:
-    """Measure once; how the process ended (as subprocess says it), and its last words."""
-    (folder / "said").unlink(missing_ok=True)
-    (folder / "task").write_text(json.dumps(asdict(task)), encoding="utf-8")
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH")]))
-    terminal = os.dup(2) if os.isatty(2) else None
-    if terminal is not None:
-        environment[progress.TERMINAL] = str(terminal)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "bench.guarded", str(folder), str(os.getpid())],
-            env=environment,
-            stderr=subprocess.PIPE,
-            pass_fds=() if terminal is None else (terminal,),
-            # Ctrl-C comes to this process only, which passes it on once.
-            process_group=0,
-        )
-    finally:
-        if terminal is not None:
-            os.close(terminal)
-    assert process.stderr is not None
-    last: deque[str] = deque(maxlen=200)
-    thread = threading.Thread(target=_pass_on, args=(process.stderr, last), daemon=True)
-    thread.start()
-    try:
-        ended = process.wait()
-    except KeyboardInterrupt:
-        _end(process, folder, keep=bool(task.settings["storage"]["keep_files"]))
-        raise
-    told = Log.read(folder / "said")
-    if told.end is None and told.error is None:
-        _take_away(folder, process.pid)
-    thread.join(1.0)  # a worker that outlived the process may hold its end open
-    return ended, _last_words(list(last))
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path, *, keep: bool) -> None:
@@ -202,10 +254,6 @@ def _last_words(lines: Sequence[str]) -> str:
     return "; ".join(filter(None, [*said, where]))[-_LENGTH:]
 
 
-def _reason(ended: int, step: str, words: str) -> str:
-    return f"it ended the process by {_how(ended)} ({step}): {words or 'it said nothing'}"
-
-
 def _how(ended: int) -> str:
     if ended >= 0:
         return f"exit status {ended}"
@@ -215,7 +263,7 @@ def _how(ended: int) -> str:
 
 def _take_away(folder: Path, process: int) -> None:
     """The test files of a process that could not remove them itself."""
-    directory = Log.read(folder / "said").directory
+    directory = Log.read(folder / _SAID).directory
     for path in Path(directory).glob(f"{files.PREFIX}{process}-*") if directory is not None else ():
         shutil.rmtree(path)
 

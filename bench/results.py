@@ -37,6 +37,7 @@ _HOW = {
     "output",
     "resume",
     "isolate",
+    "hang_seconds",
     "allow_busy_gpu",
     "storage.dir",
     "storage.keep_files",

@@ -29,6 +29,7 @@ _FREE = (
     "output",
     "resume",
     "isolate",
+    "hang_seconds",
     "allow_busy_gpu",
     "reference",
     "storage.dir",

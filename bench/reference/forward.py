@@ -15,6 +15,7 @@ _EVERY_PART = (
     "device",
     "allow_busy_gpu",
     "isolate",
+    "hang_seconds",
     "storage.keep_files",
     "scenario.rounds",
     "scenario.max_seconds",

@@ -10,8 +10,8 @@ Memory is cleared before each read and filled anew before each write, and after 
 or in the file once its pages have been given back to the disk. All of that is outside of the timed region; fsync is,
 too, unless the scenario says otherwise, and the rows say which.
 
-With `sample_seconds` a row's first load is a trial of a few ios and then of more, until it takes a tenth of that and 50 ms; it
-says how many ios the samples have.
+With `sample_seconds` a row's first load is a trial of a few ios and then of more, until it takes a tenth of that and
+50 ms; it says how many ios the samples have.
 """
 
 from __future__ import annotations

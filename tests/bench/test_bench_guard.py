@@ -35,6 +35,15 @@ class Crashing(Pread):
             os.abort()
         return super().load()
 """
+HANGING = """
+import time
+from bench.loaders.pread import Pread
+
+
+class Crashing(Pread):
+    def load(self):
+        time.sleep(1000)
+"""
 CRASHING_IN_ONE_PART = """
 import os
 from bench.loaders.pread import Pread
@@ -92,6 +101,17 @@ def test_a_loader_that_aborts_is_a_failed_row(tmp_path: Path, environment: dict[
     assert list((tmp_path / "files").iterdir()) == []
     assert "Not measured" in done.stdout
     assert "check failed: the ring is empty" in done.stderr
+
+
+def test_a_loader_that_hangs_is_a_failed_row(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "plugin" / "crashing.py").write_text(HANGING, encoding="utf-8")
+    done = run(command(tmp_path, "+loaders.bad.kind=crashing", "hang_seconds=1"), environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["loader"]: row for row in rows(tmp_path / "rows.jsonl")}
+    assert {name: row["status"] for name, row in found.items()} == {"pread": "ok", "bad": "failed"}
+    assert "more than hang_seconds=1 and was ended (bad: first load)" in found["bad"]["reason"]
+    assert "crashing.py" in found["bad"]["reason"], "where it hung"
+    assert list((tmp_path / "files").iterdir()) == []
 
 
 def test_parts_that_were_complete_are_not_measured_again(tmp_path: Path, environment: dict[str, str]) -> None:
