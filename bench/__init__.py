@@ -19,7 +19,8 @@ the ratios within the rounds. Every file states its own rules in its docstring:
                      ceilings_write.py: of checkpoints, ceilings_disk.py: of cold files; ceilings_best.py chooses
     aio.py           kernel AIO: for ceilings, and as a route
     transfer_ops.py  which ios a sample of transfers makes (pure); transfer_memory.py: where they land, byte for byte
-    gdsio_jobs.py    job files of gdsio (pure); gdsio_run.py makes runs of them, gdsio_line.py prints results like it
+    gdsio_jobs.py    job files of gdsio (pure); gdsio_run.py makes runs of them, gdsio_at_once.py measures them all at
+                     the same time (gate.py), gdsio_line.py prints results like it
     cufile_files.py  files and memory registered with cuFile, through cuda.bindings
     cache.py         warm and cold page cache, verified with mincore
     device_bytes.py  what disks and the GPU's link count beside each sample

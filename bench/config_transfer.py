@@ -53,7 +53,7 @@ class TransferConfig(ScenarioConfig):
     fsync: bool = False
     #: Compare the bytes of every sample; false: of the first load only.
     verify: bool = True
-    #: A job file of gdsio, whose jobs become the rows.
+    #: A job file of gdsio, whose jobs become the rows and are measured at once.
     job_file: str | None = None
     #: Print each row as gdsio does, besides the table.
     gdsio_lines: bool = False

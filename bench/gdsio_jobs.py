@@ -21,7 +21,6 @@ XFER_TYPES = range(8)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 #: Known to gdsio, and without a meaning here.
 _NOT_APPLIED = {
-    "numa_node": "bind the process, such as with numactl --cpunodebind",
     "enable_nvlinks": "cuFile decides about NVLink by its own settings",
     "mem_type": "memory is cudaMalloc's, or the host's where the route ends there",
     "fill_random": "what is written is random bytes already",
@@ -47,6 +46,8 @@ class Job:
     runtime: float = 0.0
     num_threads: int = 1
     gpu_dev_id: int = 0
+    #: Whose cores it uses; None: all.
+    numa_node: int | None = None
     start_offset: int = 0
     random_seed: int = 0
     do_verify: bool = False
@@ -183,6 +184,7 @@ _KEYS: dict[str, Callable[[str], Any]] = {
     "start_offset": _size,
     "num_threads": _number(1),
     "gpu_dev_id": _number(0),
+    "numa_node": _number(0),
     "directory": str,
     "random_seed": _number(0),
     "unaligned_random": _flag,

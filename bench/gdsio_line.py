@@ -4,12 +4,15 @@
     GiB/sec, Avg_Latency: 1197.370995 usecs ops: 799606 total_time 119.679102 secs
 
 on one line. DataSetSize is what all samples that count moved, and what the files hold; total_time is theirs together.
-Batches have IoDepth behind Threads. Two things gdsio does not print: `n/a` where a route cannot tell what an io took,
-and `ROUTE` as XferType for a row that is none of gdsio's types. Everywhere else in this bench GB/s are decimal.
+Batches have IoDepth behind Threads. The line of jobs that ran at once adds them up, with plus signs between what they
+differ in; a sample of it lasts from the common start to the last end. Two things gdsio does not print: `n/a` where a
+route cannot tell what an io took, or sizes differ, and `ROUTE` as XferType for a row that is none of gdsio's types.
+Everywhere else in this bench GB/s are decimal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.config_base import BenchError
@@ -40,7 +43,8 @@ class Result(NamedTuple):
     depth: int
     moved_bytes: int
     dataset_bytes: int
-    io_bytes: int
+    #: None where ios of several sizes are added up.
+    io_bytes: int | None
     latency_us: float | None
     ops: int
     seconds: float
@@ -49,11 +53,12 @@ class Result(NamedTuple):
 def text(result: Result) -> str:
     """The line."""
     depth = f" IoDepth: {result.depth}" if result.xfer_name in _BATCHES else ""
+    size = "n/a" if result.io_bytes is None else _kib(result.io_bytes)
     latency = "n/a" if result.latency_us is None else f"{result.latency_us:.6f} usecs"
     return (
         f"IoType: {result.io_type} XferType: {result.xfer_name} Threads: {result.threads or 'n/a'}{depth} "
         f"DataSetSize: {_kib(result.moved_bytes)}/{_kib(result.dataset_bytes)}(KiB) "
-        f"IOSize: {_kib(result.io_bytes)}(KiB) Throughput: {result.moved_bytes / _GIB / result.seconds:.6f} GiB/sec, "
+        f"IOSize: {size}(KiB) Throughput: {result.moved_bytes / _GIB / result.seconds:.6f} GiB/sec, "
         f"Avg_Latency: {latency} ops: {result.ops} total_time {result.seconds:.6f} secs"
     )
 
@@ -79,6 +84,33 @@ def of(record: Record) -> Result:
         sum(means[number] for number in counted) / len(counted) if means is not None and single else None,
         record.units * len(counted),
         sum(record.samples_s[number] for number in counted),
+    )
+
+
+def total(records: Sequence[Record]) -> Result:
+    """The sum of jobs that were measured at once, over the rounds in which every sample counts. Raises BenchError."""
+    parts = [of(record) for record in records]
+    rounds = min(len(record.samples_s) for record in records)
+    counted = [
+        number for number in range(rounds) if not any(NOT_COLD in record.sample_labels[number] for record in records)
+    ]
+    if not counted:
+        raise BenchError("there is no round in which the samples of all jobs count")
+    ops = [record.units * len(counted) for record in records]
+    latencies = [part.latency_us for part in parts]
+    known = [each * count for each, count in zip(latencies, ops, strict=True) if each is not None]
+    sizes = {part.io_bytes for part in parts}
+    return Result(
+        "+".join(dict.fromkeys(part.io_type for part in parts)),
+        "+".join(dict.fromkeys(part.xfer_name for part in parts)),
+        None if any(part.threads is None for part in parts) else sum(part.threads or 0 for part in parts),
+        max(part.depth for part in parts),
+        sum(record.bytes for record in records) * len(counted),
+        sum(part.dataset_bytes for part in parts),
+        sizes.pop() if len(sizes) == 1 else None,
+        sum(known) / sum(ops) if len(known) == len(parts) else None,
+        sum(ops),
+        sum(max(record.samples_s[number] for record in records) for number in counted),
     )
 
 

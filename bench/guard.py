@@ -63,6 +63,9 @@ class Task:
     finished: list[int] = field(default_factory=list)
     #: Number of a part -> loader -> why it is not measured again.
     crashed: dict[str, dict[str, str]] = field(default_factory=dict)
+    #: The socket of processes that measure at once with this one (gate.py), and the cores that it may use.
+    gate: str | None = None
+    cpus: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ class Told:
 
     loader: str | None = None
     step: str = ""
+    #: For others that measure at once.
+    waiting: bool = False
     part: int | None = None
     finished: list[int] = field(default_factory=list)
     #: Where the test files are made, in a folder that is called after the process.
@@ -103,9 +108,10 @@ class Log:
 
 
 class Attempt:
-    """A measuring process, and what it writes to its error output. `extra` are variables of its environment."""
+    """A measuring process, and what it writes to its error output. `extra` are variables of its environment; without
+    `bar` it draws none on the terminal."""
 
-    def __init__(self, task: Task, folder: Path, extra: Mapping[str, str] | None = None) -> None:
+    def __init__(self, task: Task, folder: Path, extra: Mapping[str, str] | None = None, *, bar: bool = True) -> None:
         self._folder, self._keep = folder, bool(task.settings["storage"]["keep_files"])
         self._limit_s: float | None = task.settings["hang_seconds"]
         self._hung: str | None = None
@@ -113,7 +119,7 @@ class Attempt:
         (folder / "task").write_text(json.dumps(asdict(task)), encoding="utf-8")
         environment = {**os.environ, **(extra or {})}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH")]))
-        terminal = os.dup(2) if os.isatty(2) else None
+        terminal = os.dup(2) if bar and os.isatty(2) else None
         if terminal is not None:
             environment[progress.TERMINAL] = str(terminal)
         try:
@@ -153,7 +159,10 @@ class Attempt:
         size = place.stat().st_size if place.exists() else 0
         if size != self._heard:
             self._heard, self._heard_at = size, now
-        if self._limit_s is None or now - self._heard_at < self._limit_s or self.told().loader is None:
+        if self._limit_s is None or now - self._heard_at < self._limit_s:
+            return
+        told = self.told()
+        if told.loader is None or told.waiting:
             return
         self._hung = f"it was at one step for more than hang_seconds={self._limit_s:g} and was ended"
         self._process.send_signal(signal.SIGABRT)
@@ -161,6 +170,10 @@ class Attempt:
             self._process.wait(_ENDING_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+    def ended(self) -> bool:
+        """Whether it has."""
+        return self._process.poll() is not None
 
     def outcome(self) -> tuple[int, str]:
         """How the process that has ended did so (as subprocess says it), and why, with its last words."""

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from bench import config, guard, report
+from bench import config, gate, guard, report
 from bench.config import BenchError
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -33,10 +33,14 @@ def main() -> None:
         if os.getppid() != parent:
             raise KeyboardInterrupt
         task = guard.task_of(folder)
+        if task.cpus is not None:
+            for thread in os.listdir("/proc/self/task"):  # a library that was imported may have started some
+                os.sched_setaffinity(int(thread), task.cpus)
         crashed = {int(part): reasons for part, reasons in task.crashed.items()}
         settings = config.build(task.settings)
         output = Path(task.output)
-        run.measure(settings, output, report.console(), say=say, finished=task.finished, crashed=crashed)
+        others = gate.Together(Path(task.gate), say) if task.gate is not None else gate.Alone()
+        run.measure(settings, output, report.console(), say=say, finished=task.finished, crashed=crashed, others=others)
     except BenchError as error:
         say(error=str(error))
         raise SystemExit(2) from None
@@ -71,6 +75,9 @@ def _remove_of_the_dead(folder: Path, parent: int) -> None:
             return
         time.sleep(0.01)
     shutil.rmtree(folder)
+    above = folder.parent
+    if above.name.startswith(guard.PREFIX) and not any(path.is_dir() for path in above.iterdir()):
+        shutil.rmtree(above, ignore_errors=True)  # of several that measured at once, the last
 
 
 if __name__ == "__main__":

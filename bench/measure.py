@@ -3,8 +3,9 @@
 1. Every loader is prepared (timed: start-up) and loads once (timed: first), verified.
 2. Each round samples the ceiling, then runs every loader once. The order rotates, so that no loader always follows
    the same one. Before each sample the page cache is made warm or empty and checked, cached device memory is given
-   back, and garbage is collected. After each sample every byte is verified. A scenario may measure more of the same
-   loader right before its sample (compute alone, transfer alone), to be compared with it within the round.
+   back, and garbage is collected; processes that measure at once begin together (gate.py). After each sample every
+   byte is verified. A scenario may measure more of the same loader right before its sample (compute alone, transfer
+   alone), to be compared with it within the round.
 
 A loader that is missing or refuses is a row with its reason. One that raises or delivers wrong bytes is a failed row
 and leaves the following rounds. A cold sample before which pages had stayed in memory is labelled `not_cold` and does
@@ -28,6 +29,7 @@ import numpy as np
 from bench import cache, stats
 from bench.ceilings import Ceiling
 from bench.device_bytes import Counters, Moved
+from bench.gate import ALONE, Gate
 from bench.loaders.base import Loader, Unavailable
 from bench.scenarios.base import VerificationError, Workload
 
@@ -107,10 +109,11 @@ class Runner:
         progress: Progress = lambda _: None,
         watch: Watch = lambda _: None,
         counters: Counters | None = None,
+        others: Gate = ALONE,
     ) -> None:
         self._workload, self._loaders, self._ceiling = workload, dict(loaders), ceiling
         self._cold, self._fresh_memory, self._progress, self._watch = cold, fresh_memory, progress, watch
-        self._counters = counters
+        self._counters, self._others = counters, others
         self.outcomes = {name: Outcome() for name in loaders}
         self.ceilings: list[float] = []
 
@@ -210,6 +213,7 @@ class Runner:
         try:
             loader.arm()
             labels = self._settle(loader)
+            self._others.meet()
             before = self._counters.read() if self._counters else None
             cpu = _cpu_seconds()
             start = time.perf_counter()
@@ -219,6 +223,7 @@ class Runner:
             end = time.perf_counter()
             cpu = _cpu_seconds() - cpu
             now = self._counters.read() if self._counters else None
+            self._others.meet()
         finally:
             loader.disarm()
         size = self._workload.amount(delivered)

@@ -103,22 +103,35 @@ class Device:
         return _call(self._library, name, self._handle, *arguments, but=but)
 
 
-def open_device() -> Device:
-    """The first GPU that CUDA_VISIBLE_DEVICES leaves to this process. Raises NvmlError."""
+def count() -> int:
+    """How many GPUs the driver shows. Raises NvmlError."""
+    found = ctypes.c_uint(0)
+    _call(_open(), "nvmlDeviceGetCount_v2", ctypes.byref(found))
+    return int(found.value)
+
+
+def open_device(number: int | None = None) -> Device:
+    """The GPU of that number, as nvidia-smi counts, or else the first that CUDA_VISIBLE_DEVICES leaves to this process.
+    Raises NvmlError."""
+    library = _open()
+    handle = ctypes.c_void_p()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() if number is None else str(number)
+    if first.startswith(("GPU-", "MIG-")):
+        _call(library, "nvmlDeviceGetHandleByUUID", first.encode(), ctypes.byref(handle))
+    else:
+        # The numbers are CUDA's own unless CUDA_DEVICE_ORDER says PCI_BUS_ID; equal GPUs have the same order in both.
+        index = int(first) if first.isdigit() else 0
+        _call(library, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+    return Device(library, handle)
+
+
+def _open() -> Any:
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise NvmlError(f"{_LIBRARY} cannot be opened ({error})") from error
     _call(library, "nvmlInit_v2")
-    handle = ctypes.c_void_p()
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-    if first.startswith(("GPU-", "MIG-")):
-        _call(library, "nvmlDeviceGetHandleByUUID", first.encode(), ctypes.byref(handle))
-    else:
-        # The numbers are CUDA's own unless CUDA_DEVICE_ORDER says PCI_BUS_ID; equal GPUs have the same order in both.
-        number = int(first) if first.isdigit() else 0
-        _call(library, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number), ctypes.byref(handle))
-    return Device(library, handle)
+    return library
 
 
 def _call(library: Any, name: str, *arguments: Any, but: int = 0) -> int:

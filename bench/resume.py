@@ -78,10 +78,7 @@ def find(file: Path, settings: BenchConfig, env: Mapping[str, Any]) -> Found:
     for number, row in enumerate(rows, 1):
         differing = _differing(row, settings, env)
         if differing:
-            raise BenchError(
-                f"resume: {file}:{number} is of another run: {'; '.join(differing)}; resume with what it was made "
-                "with, or start anew without resume="
-            )
+            raise _of_another(file, number, differing)
     parts = _parts(settings)
     found: dict[int, dict[str, Record]] = {}
     for row in rows:
@@ -92,6 +89,32 @@ def find(file: Path, settings: BenchConfig, env: Mapping[str, Any]) -> Found:
     if dropped:
         _replace(file, kept)
     return Found(done, kept, dropped)
+
+
+def find_jobs(file: Path, jobs: Mapping[str, BenchConfig], now: Mapping[str, Mapping[str, Any]]) -> list[Record] | None:
+    """The rows of jobs that were measured at once, by their names, in the jobs' order; None where `file` has not all of
+    them, and then none stays in it. `now` is what is known of the environment of each. Raises BenchError."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    found: dict[str, Record] = {}
+    for number, row in enumerate(results.parse(text[: text.rfind("\n") + 1], file), 1):
+        differing = [f"job {row.loader!r} is not in the job file"]
+        if row.loader in jobs:
+            differing = _differing(row, jobs[row.loader], {**row.env, **now[row.loader]})
+        if differing:
+            raise _of_another(file, number, differing)
+        found[row.loader] = row
+    if found.keys() == jobs.keys():
+        return [found[name] for name in jobs]
+    if file.exists():
+        _replace(file, [])
+    return None
+
+
+def _of_another(file: Path, number: int, differing: Sequence[str]) -> BenchError:
+    return BenchError(
+        f"resume: {file}:{number} is of another run: {'; '.join(differing)}; resume with what it was made with, or "
+        "start anew without resume="
+    )
 
 
 def _differing(row: Record, settings: BenchConfig, env: Mapping[str, Any]) -> list[str]:

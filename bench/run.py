@@ -41,6 +41,7 @@ from bench import (
     config,
     environment,
     files,
+    gdsio_at_once,
     gdsio_line,
     gdsio_run,
     guard,
@@ -52,6 +53,7 @@ from bench import (
     scenarios,
 )
 from bench.config import BenchConfig, BenchError, TransferConfig
+from bench.gate import ALONE, Gate
 from bench.run_parts import Parts, append, check_output, row_config
 
 
@@ -63,15 +65,17 @@ def measure(
     say: Callable[..., None] = lambda **_: None,
     finished: Collection[int] = (),
     crashed: Mapping[int, Mapping[str, str]] | None = None,
+    others: Gate = ALONE,
 ) -> list[record.Record]:
     """One run: write the files, measure, append the records to `output`, and return them. Raises BenchError.
 
     Records are appended as soon as they are complete, part by part (`config.parts`): an interrupt loses one part only.
     `say` is told what is under way (guard.Told); the parts in `finished` are left out, and loaders in `crashed`, by the
-    part, are failed rows with that reason. With `resume` set, what `output` holds of this run is kept and returned too.
+    part, are failed rows with that reason; `others` are processes that measure at once. With `resume` set, what
+    `output` holds of this run is kept and returned too.
     """
     built = {name: loaders.build(name, options) for name, options in settings.loaders.items()}
-    device, cuda_reason, gpu_use = _device(settings)
+    device, cuda_reason, gpu_use = _device(settings, others)
     cold = settings.cache.state == "cold"
     if cuda_reason is not None and settings.resume is not None:
         raise BenchError(f"resume: {cuda_reason}, and so nothing can be added to {output}")
@@ -103,11 +107,11 @@ def measure(
         )
     todo = {number: part for number, part in parts.items() if number not in finished}
     if todo:
-        rows += Parts(settings, built, device, env, say, crashed or {}).all(plan, todo, output, out)
+        rows += Parts(settings, built, device, env, say, crashed or {}, others).all(plan, todo, output, out)
     return rows
 
 
-def _device(settings: BenchConfig) -> tuple[str, str | None, str | None]:
+def _device(settings: BenchConfig, others: Gate) -> tuple[str, str | None, str | None]:
     """The device, why no row can run when CUDA was asked for and is missing, and who else uses it. Raises BenchError
     where another process does."""
     if settings.device == "cpu":
@@ -116,6 +120,7 @@ def _device(settings: BenchConfig) -> tuple[str, str | None, str | None]:
 
     if torch.cuda.is_available():
         use = busy.check(allow=settings.allow_busy_gpu)
+        others.meet()  # before they are on a GPU themselves
         torch.zeros(1, device="cuda:0")  # the context is the process's, and no loader's start-up
         return "cuda:0", None, use
     missing = "device=cuda was asked for, and there is no CUDA device"
@@ -151,10 +156,11 @@ def _app(composed: DictConfig) -> None:
         if settings.resume is not None:
             output = resume.path(settings.resume, _job())
         check_output(output)
-        rows = []
-        runs = gdsio_run.expand(settings, lambda note: out.print(note, style="yellow", highlight=False))
-        for each in runs:
-            rows += (guard.run if each.isolate else measure)(each, output, out)
+        jobs = gdsio_run.jobs(settings, lambda note: out.print(note, style="yellow", highlight=False))
+        if jobs:
+            rows = gdsio_at_once.run(jobs, output, out, _check_cold)
+        else:
+            rows = (guard.run if settings.isolate else measure)(settings, output, out)
     except BenchError as error:
         _fail(error, out)
         raise SystemExit(2) from None
@@ -163,6 +169,9 @@ def _app(composed: DictConfig) -> None:
         for row in rows:
             if row.status == "ok":
                 out.print(f"{row.loader}: {gdsio_line.text(gdsio_line.of(row))}", soft_wrap=True, highlight=False)
+    if len(jobs) > 1 and all(row.status == "ok" for row in rows):
+        total = gdsio_line.text(gdsio_line.total(rows))
+        out.print(f"all jobs at once: {total}", soft_wrap=True, highlight=False)
     out.print(f"records: {output}", style="dim", highlight=False)
 
 

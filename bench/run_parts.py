@@ -16,6 +16,7 @@ from rich.console import Console
 
 from bench import ceilings, device_bytes, files, progress, record, scenarios
 from bench.config import BenchConfig, BenchError, ScenarioConfig, TransferConfig
+from bench.gate import ALONE, Gate
 from bench.loaders.base import Loader
 from bench.measure import Runner
 
@@ -30,6 +31,7 @@ class Parts:
     env: dict[str, Any]
     say: Callable[..., None]
     crashed: Mapping[int, Mapping[str, str]]
+    others: Gate = ALONE
 
     @property
     def cold(self) -> bool:
@@ -106,18 +108,20 @@ class Parts:
             ) from error
         try:
             announce("finding the ceiling")
-            ceiling = ceilings.choose(workload, cold=self.cold)
+            with self.others.turn():
+                ceiling: ceilings.Ceiling = ceilings.choose(workload, cold=self.cold)
             counters = device_bytes.Counters(written.directory, self.device)
             try:
                 runner = Runner(
                     workload,
                     running,
-                    ceiling,
+                    InTurn(ceiling, self.others),
                     cold=self.cold,
                     fresh_memory=scenario.fresh_memory,
                     progress=announce,
                     watch=lambda name: self.say(loader=name),
                     counters=counters,
+                    others=self.others,
                 )
                 measured = runner.run(scenario.rounds, scenario.max_seconds, scenario.target_spread)
             finally:
@@ -141,6 +145,20 @@ class Parts:
             )
             for name, outcome in measured.outcomes.items()
         }
+
+
+class InTurn(ceilings.Ceiling):
+    """A ceiling that is sampled while no other process does anything."""
+
+    def __init__(self, ceiling: ceilings.Ceiling, others: Gate) -> None:
+        self._ceiling, self._others = ceiling, others
+
+    def sample(self) -> float:
+        with self._others.turn():
+            return self._ceiling.sample()
+
+    def describe(self) -> str:
+        return self._ceiling.describe()
 
 
 def _again(scenario: ScenarioConfig, plan: files.Plan) -> str:

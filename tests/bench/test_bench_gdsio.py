@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
+import dataclasses
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 
 from bench import gdsio_jobs, gdsio_line, gdsio_run
 from bench.config import BenchConfig, BenchConfigError, BenchError, StorageConfig, TransferConfig
 from bench.gdsio_line import Result
+from gdsstream import machine
+from gdsstream.machine.numa import NumaNode
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -107,8 +108,7 @@ def test_the_guides_job_files_are_read() -> None:
     assert (first.runtime, first.xfer_type, first.num_threads, first.gpu_dev_id) == (120, 0, 16, 0)
     assert first.directory == "/mnt/nfs/ib0/data/0/gds_dir"
     assert (second.gpu_dev_id, second.directory) == (2, "/mnt/nfs/ib1/data/0/gds_dir")
-    assert list(first.not_applied) == ["numa_node"]
-    assert "numactl" in first.not_applied["numa_node"]
+    assert (first.numa_node, first.not_applied) == (0, {})
     large = gdsio_jobs.parse(LARGE, "nfs_sr.gdsio")
     assert [(job.rw, job.io_bytes, job.size, job.do_verify) for job in large] == [("read", MIB, GIB, False)] * 2
     assert [job.name for job in large] == ["job1", "job15"]
@@ -161,38 +161,69 @@ def settings(path: Path) -> BenchConfig:
     return BenchConfig(scenario, StorageConfig(), loaders={"storage_cpu": {"kind": "transfer_posix"}})
 
 
-def test_jobs_become_rows_and_what_they_differ_in_becomes_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one NUMA node of the cores that this process has, and one of others."""
+    own = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    found = [NumaNode(0, own, 1, None, {}), NumaNode(1, "8000-8001", 2, None, {})]
+    monkeypatch.setattr(machine, "probe", lambda: SimpleNamespace(nodes=found))
+
+
+@pytest.mark.usefixtures("nodes")
+def test_each_job_becomes_a_run_with_its_gpu_and_its_cores(tmp_path: Path) -> None:
     path = tmp_path / "a.gdsio"
-    path.write_text(RANDOM + "[job3]\nxfer_type=6\nnum_threads=200\ndirectory=/mnt/nfs/ib1/data/0/gds_dir\n")
+    path.write_text(
+        RANDOM + "[job3]\nxfer_type=6\nnum_threads=200\nenable_nvlinks=1\ndirectory=/mnt/nfs/ib1/data/0/gds_dir\n"
+    )
     said: list[str] = []
-    one, two = gdsio_run.expand(settings(path), said.append)
-    assert any("numa_node=0" in note for note in said)
-    assert any("take turns" in note for note in said)
-    assert list(one.loaders) == ["job1"]
-    assert list(two.loaders) == ["job2", "job3"]
-    assert one.storage.dir == "/mnt/nfs/ib0/data/0/gds_dir"
-    assert (one.storage.files, one.storage.file_bytes) == (16, 500 * MIB)
-    assert isinstance(one.scenario, TransferConfig)
-    assert (one.scenario.ops, one.scenario.io_bytes, one.scenario.verify) == (["randread"], [4096], False)
-    assert one.scenario.sample_seconds == pytest.approx(40)
-    assert (one.loaders["job1"]["kind"], one.loaders["job1"]["threads"], one.loaders["job1"]["depth"]) == (
+    one, two, three = gdsio_run.jobs(settings(path), said.append)
+    assert [note.partition(" (")[0] for note in said] == ["enable_nvlinks=1"]
+    assert [(job.name, job.gpu) for job in (one, two, three)] == [("job1", 0), ("job2", 2), ("job3", 0)]
+    assert (one.cpus, three.cpus) == (sorted(os.sched_getaffinity(0)), None)
+    run = one.settings
+    assert run.storage.dir == "/mnt/nfs/ib0/data/0/gds_dir"
+    assert (run.storage.files, run.storage.file_bytes) == (16, 500 * MIB)
+    assert isinstance(run.scenario, TransferConfig)
+    assert (run.scenario.ops, run.scenario.io_bytes, run.scenario.verify) == (["randread"], [4096], False)
+    assert run.scenario.sample_seconds == pytest.approx(40)
+    assert (run.loaders["job1"]["kind"], run.loaders["job1"]["threads"], run.loaders["job1"]["depth"]) == (
         "transfer_kvikio",
         16,
         1,
     )
     # Threads of a batch job are ios in flight, and cuFile takes 128.
-    assert [two.loaders["job3"][key] for key in ("kind", "threads", "depth")] == ["transfer_cufile_batch", 1, 128]
+    batch = three.settings.loaders["job3"]
+    assert [batch[key] for key in ("kind", "threads", "depth")] == ["transfer_cufile_batch", 1, 128]
 
 
-def test_settings_without_a_job_file_are_themselves() -> None:
-    scenario = TransferConfig("transfer", "transfer")
-    plain = BenchConfig(scenario, loaders={"x": {}})
-    assert gdsio_run.expand(plain, pytest.fail) == [plain]
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (7, r"\[job1\] numa_node=7: this machine has node 0, 1"),
+        (1, r"\[job1\] numa_node=1: no core of it \(8000-8001\)"),
+    ],
+)
+def test_a_numa_node_that_cannot_be_used_is_refused(tmp_path: Path, node: int, message: str) -> None:
+    path = tmp_path / "a.gdsio"
+    path.write_text(RANDOM.replace("numa_node=0", f"numa_node={node}", 1))
+    with pytest.raises(BenchConfigError, match=message):
+        gdsio_run.jobs(settings(path), pytest.fail)
+
+
+def test_settings_without_a_job_file_have_no_jobs() -> None:
+    assert gdsio_run.jobs(BenchConfig(TransferConfig("transfer", "transfer"), loaders={"x": {}}), pytest.fail) == []
+
+
+def test_jobs_in_one_process_are_refused(tmp_path: Path) -> None:
+    given = dataclasses.replace(settings(tmp_path / "a.gdsio"), isolate=False)
+    with pytest.raises(BenchConfigError, match="'isolate' is False"):
+        gdsio_run.jobs(given, pytest.fail)
 
 
 def test_a_job_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchConfigError, match=r"'scenario\.job_file': .*no\.gdsio cannot be read"):
-        gdsio_run.expand(settings(tmp_path / "no.gdsio"), pytest.fail)
+        gdsio_run.jobs(settings(tmp_path / "no.gdsio"), pytest.fail)
 
 
 def test_a_line_of_something_else_is_refused() -> None:
@@ -200,24 +231,3 @@ def test_a_line_of_something_else_is_refused() -> None:
 
     with pytest.raises(BenchError, match="measured rows of verb 'transfer'"):
         gdsio_line.of(row("pread", [1.0]))
-
-
-def test_the_command_reads_a_job_file_and_prints_gdsios_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.gdsio").write_text(
-        f"[global]\nrw=randread\nxfer_type=1\nbs=64k\nsize=2M\ndirectory={tmp_path}\ndo_verify=1\n"
-        "[job1]\nnum_threads=2\n[job2]\nnum_threads=1\nrw=write\n"
-    )
-    made = subprocess.run(
-        [
-            sys.executable, "-m", "bench.run", "experiment=gdsio", f"scenario.job_file={tmp_path}/a.gdsio",
-            "scenario.gdsio_lines=true", "scenario.rounds=3", "cache=warm", "device=cpu",
-            f"hydra.run.dir={tmp_path}/hydra",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stdout + made.stderr
-    lines = re.findall(r"job(\d): IoType: (\w+) XferType: CPUONLY Threads: (\d) DataSetSize: (\d+)/(\d+)", made.stdout)
-    # Three samples of as much as the files hold: a file of 2 MiB for each thread.
-    assert lines == [("1", "RANDREAD", "2", "12288", "4096"), ("2", "WRITE", "1", "6144", "2048")]
-    assert "here they take turns" in made.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gdsio", "hydra"]
