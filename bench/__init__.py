@@ -25,7 +25,7 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     cache.py         warm and cold page cache, verified with mincore
     device_bytes.py  what disks and the GPU's link count beside each sample
     stats.py         median, MAD, IQR, exact interval of a median (pure)
-    environment.py   what the numbers were taken on
+    environment.py   what the numbers were taken on; hardware.py: the drives, links and NUMA nodes
     record.py        the JSON line of one loader, and its validator; record_schema.json is its JSON schema
     results.py       records read back, and which of them belong into one table
     report.py        the tables in the terminal, in the form of table.py; report_layers.py has those of streamed layers,

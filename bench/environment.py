@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench import hardware
+
 _PREFIXES = ("GDSSTREAM_", "KVIKIO_", "CUFILE_", "FASTSAFETENSORS_", "INSTANTTENSOR_", "RUNAI_STREAMER_")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MALLOC_CONF", "LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF")
 _PACKAGES = (
@@ -61,6 +63,8 @@ def collect(directory: Path, device: str) -> dict[str, Any]:
         "commit": commit(),
         "gpu": _gpu(device),
         **host(),
+        **hardware.collect(directory, device),
+        "host_id": hardware.host_id(),
         "load_average": os.getloadavg()[0],
         "filesystem": filesystem(directory),
         "profile": _profile(directory, device),
