@@ -203,7 +203,7 @@ class Runner:
             except VerificationError:
                 outcome.verified = False
                 raise
-            outcome.verified = True
+            outcome.verified = loader.delivers_bytes
             taken.append(sample)
 
         self._guard(name, one)
@@ -227,10 +227,12 @@ class Runner:
         finally:
             loader.disarm()
         size = self._workload.amount(delivered)
+        seconds = self._workload.own_seconds(delivered) or end - start
         moved = self._counters.between(before, now, size[0]) if self._counters and before and now else None
         if self._cold and moved and moved.fewer_read_than(self._workload.least_device_bytes()):
             labels.append(FEWER_DEVICE_BYTES)
-        return Sample(number, *size, end - start, returned - start, cpu, self._peak(), labels, moved=moved), delivered
+        lazy = min(returned - start, seconds)
+        return Sample(number, *size, seconds, lazy, cpu, self._peak(), labels, moved=moved), delivered
 
     def _settle(self, loader: Loader) -> list[str]:
         gc.collect()

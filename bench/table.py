@@ -40,7 +40,7 @@ class Content(NamedTuple):
 REPORT_ONLY = 1000
 _MANY_COLUMNS = 12
 
-VERIFIED = Column("bytes", lambda r: "[green]ok[/]" if r.verified else "[red]wrong[/]")
+VERIFIED = Column("bytes", lambda r: "[green]ok[/]" if r.verified else "[yellow]not checked[/]")
 SPREAD = Column("± MAD", lambda r: rate(r.gb_per_s["mad"] if r.gb_per_s else None), REPORT_ONLY)
 COUNT = Column("n", lambda r: f"{r.gb_per_s['n']:.0f}" if r.gb_per_s else "", REPORT_ONLY)
 SHARE = Column("% of ceiling", lambda r: share(r.pct_ceiling, ceiling_believed(r)), REPORT_ONLY)

@@ -36,6 +36,7 @@ KINDS = {
     "pread": ("bench.loaders.pread", "Pread"),
     "transfer_posix": ("bench.loaders.transfer_posix", "Posix"),
     "transfer_aio": ("bench.loaders.transfer_aio", "KernelAio"),
+    "transfer_fio": ("bench.loaders.transfer_fio", "Fio"),
     "transfer_bounce": ("bench.loaders.transfer_bounce", "Bounce"),
     "transfer_engine": ("bench.loaders.transfer_engine", "EngineReads"),
     "transfer_kvikio": ("bench.loaders.transfer_kvikio", "KvikioIos"),

@@ -149,6 +149,8 @@ class Loader(ABC):
     """
 
     verbs: ClassVar[frozenset[str]] = frozenset({"read"})
+    #: Whether there are bytes to compare at the end.
+    delivers_bytes: ClassVar[bool] = True
 
     @property
     def pins_page_cache(self) -> bool:

@@ -80,6 +80,11 @@ class Route(Loader):
                 os.close(descriptor)
             self._way = None
 
+    @property
+    def own_seconds(self) -> float | None:
+        """What the last `transfer` took by the route's own clock, where that is another program's."""
+        return None
+
     def paths(self, job: Job) -> tuple[str, ...]:
         return job.paths
 

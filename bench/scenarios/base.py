@@ -63,6 +63,11 @@ class Workload(ABC):
         del delivered
         return self.sample_bytes, self.units
 
+    def own_seconds(self, delivered: Any) -> float | None:
+        """What a sample took by the clock of the program that was measured, instead of this one's."""
+        del delivered
+        return None
+
     def least_device_bytes(self) -> int:
         """What the disk has to read for one sample, from an empty page cache; 0 where that cannot be told."""
         return 0

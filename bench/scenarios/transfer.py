@@ -86,7 +86,7 @@ def _moved(loader: Route, ops: Ops, salt: int) -> Moved:
     assert ops.rows  # made now, and not where it is timed
     began = time.perf_counter()
     latencies_s = loader.transfer(ops)
-    return Moved(loader, ops, salt, latencies_s, time.perf_counter() - began)
+    return Moved(loader, ops, salt, latencies_s, loader.own_seconds or time.perf_counter() - began)
 
 
 class Transfer(Workload):
@@ -168,7 +168,7 @@ class Transfer(Workload):
         salt = self._samples * _SALT_STEP if self._write else 0
         if self._write:
             self._pattern.fill(loader.memory(), ops, salt)
-        else:
+        elif loader.delivers_bytes:
             self._pattern.scrub(loader.memory(), ops)
         self._due[id(loader)] = (ops, salt)
         return {}
@@ -227,7 +227,12 @@ class Transfer(Workload):
             return every
         return max(1, min(every, int(len(first.ops) / first.seconds * wanted)))
 
+    def own_seconds(self, delivered: Moved) -> float | None:
+        return delivered.loader.own_seconds
+
     def verify(self, delivered: Moved) -> None:
+        if not delivered.loader.delivers_bytes:
+            return
         first = id(delivered.loader) not in self._verified
         if not (first or self._scenario.verify):
             return

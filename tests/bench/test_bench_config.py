@@ -76,7 +76,7 @@ def test_a_row_in_yaml_names_every_option_of_its_loader() -> None:
         ("loader=[pread,safetensor]", "unknown loader 'safetensor'; did you mean 'safetensors'?"),
         ("loaders.pread.num_thread=3", "unknown option 'loaders.pread.num_thread'; did you mean 'num_threads'?"),
         ("loaders.prea.num_threads=3", "did you mean 'pread'?"),
-        ("loader=[zzz]", "valid: dali, "),
+        ("loader=[zzz]", "valid: aio_as_fio_4x16, dali, "),
         ("loader.pread.num_threads=3", "did you mean 'loaders.pread.num_threads'?"),
         ("loader.pread.threads=3", "did you mean 'loaders.pread.threads'? That is an unknown option"),
     ],

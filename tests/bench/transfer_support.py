@@ -33,9 +33,11 @@ def workload(directory: Path, scenario: TransferConfig, count: int = 2) -> Itera
         made.close()
 
 
-def run(directory: Path, scenario: TransferConfig, rows: dict[str, Loader], rounds: int = 2) -> dict[str, Any]:
-    """Rows by name, as records."""
-    with workload(directory, scenario) as made:
+def run(
+    directory: Path, scenario: TransferConfig, rows: dict[str, Loader], rounds: int = 2, count: int = 2
+) -> dict[str, Any]:
+    """Rows by name, as records; `count` are the files."""
+    with workload(directory, scenario, count) as made:
         runner = measure.Runner(made, rows, Steady(), cold=False, fresh_memory=False)
         with mock.patch("bench.measure.gc.collect"):  # costs more than all the rest here
             found = runner.run(rounds, 60.0)
