@@ -6,7 +6,8 @@ samples are shorter, and not fewer: without six of them a median has no 95 % int
 Bytes. What a sample of a part with `grows` moves is raised until it takes about a third of a second at the rate that a
 short measurement of the directory gives, as far as disk, host memory and the GPU have room. Files grow with it, since
 what is read twice in a sample is not read from a cold cache the second time. A sample of a few milliseconds would say
-more about how threads start than about the storage.
+more about how threads start than about the storage. Where samples are shorter than that for lack of time, they move
+less, too, and so do the ceiling's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _TIMED_SHARE = 0.5
 _LONGEST_S, _SHORTEST_S = 0.5, 0.1
 _SAMPLE_S = 0.3
 _MOST_BYTES = 16 << 30
+_LEAST_BYTES, _LEAST_IOS = 64 << 20, 4
+_HANG_S = 30.0
 _DISK_SHARE, _MEMORY_SHARE, _GPU_SHARE = 0.5, 0.125, 0.25
 _PROBE_FILES, _PROBE_FILE_BYTES = 4, 64 << 20
 
@@ -50,7 +53,9 @@ def seconds(part: Part, given: Sequence[str], settings: BenchConfig, budget_s: f
     if _said("scenario.max_seconds", part, given):
         return []
     each_s = _ROUNDS_SHARE * budget_s / len(config.parts(settings.scenario))
-    return [f"scenario.max_seconds={max(1.0, each_s):.0f}"]
+    # A library that hangs shall not take the time of the other rows.
+    hang = [] if _said("hang_seconds", part, given) else [f"hang_seconds={max(_HANG_S, budget_s / 2):.0f}"]
+    return [f"scenario.max_seconds={max(1.0, each_s):.0f}", *hang]
 
 
 def samples(
@@ -61,17 +66,22 @@ def samples(
     scenario = settings.scenario
     if not isinstance(scenario, TransferConfig) or not part.grows:
         return []
-    found = []
+    found, sample_s = [], scenario.sample_seconds or _LONGEST_S
     if not _said("scenario.sample_seconds", part, given):
         each_s = _ROUNDS_SHARE * budget_s / len(config.parts(scenario))
         loads = (scenario.rounds + 1) * (len(settings.loaders) + 1)
-        sample_s = min(scenario.sample_seconds or _LONGEST_S, max(_SHORTEST_S, _TIMED_SHARE * each_s / loads))
+        sample_s = min(sample_s, max(_SHORTEST_S, _TIMED_SHARE * each_s / loads))
         found.append(f"scenario.sample_seconds={sample_s:.2f}")
     directory = Path(settings.storage.dir or "/")
     if len(scenario.total_bytes) > 1 or not directory.is_dir():
         return found
-    total = _grown(scenario, directory, rate(directory), gpu=settings.device != "cpu")
-    if total > scenario.total_bytes[0]:
+    gb_per_s, now = rate(directory), scenario.total_bytes[0]
+    total = _grown(scenario, directory, gb_per_s, gpu=settings.device != "cpu")
+    least = max(_LEAST_BYTES, _LEAST_IOS * _largest_io(settings, scenario))
+    less = max(least, _power(sample_s * gb_per_s * 1e9))
+    if gb_per_s and sample_s < _SAMPLE_S and less < now:
+        found.append(f"scenario.total_bytes=[{less}]")
+    elif total > now:
         count = settings.storage.files or 1
         held = max(settings.storage.file_bytes or 0, -(-total // count))
         found += [f"scenario.total_bytes=[{total}]", f"storage.files={count}", f"storage.file_bytes={held}"]
@@ -97,7 +107,7 @@ def rate(directory: Path) -> float:
 
 def _grown(scenario: TransferConfig, directory: Path, gb_per_s: float, *, gpu: bool) -> int:
     """Bytes of a sample: a power of two, as page-locked memory is allocated, or what there is room for."""
-    wanted = 1 << max(0, int(_SAMPLE_S * gb_per_s * 1e9) - 1).bit_length()
+    wanted = _power(_SAMPLE_S * gb_per_s * 1e9)
     limits = [
         _MOST_BYTES,
         int(_DISK_SHARE * files.room(directory)) // (2 if scenario.writes else 1),
@@ -108,6 +118,17 @@ def _grown(scenario: TransferConfig, directory: Path, gb_per_s: float, *, gpu: b
             limits.append(int(_GPU_SHARE * nvml.open_device().free_bytes()))
     most = min(limits)
     return wanted if wanted <= most else 1 << most.bit_length() - 1
+
+
+def _power(nbytes: float) -> int:
+    """The next power of two."""
+    return 1 << max(0, int(nbytes) - 1).bit_length()
+
+
+def _largest_io(settings: BenchConfig, scenario: TransferConfig) -> int:
+    sizes = [part.io_bytes[0] for part in scenario.parts()]
+    own = [int(row["io_bytes"]) for row in settings.loaders.values() if row.get("io_bytes")]
+    return max(sizes + own)
 
 
 def _said(key: str, part: Part, given: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from bench.config import BenchConfigError, TransferConfig
 from bench.reference import fit, forward, parts
 from bench.reference.plan import Part
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def test_what_is_for_every_part_goes_on_and_the_runs_own_does_not() -> None:
@@ -69,7 +69,9 @@ def test_samples_are_as_long_as_time_allows_and_as_large_as_the_machine_is_fast(
     assert (ample.sample_seconds, ample.total_bytes) == (0.5, [268435456])
     # 0.6 of 60 s for 7 loads of 6, half of which is timed; 0.1 s at least.
     assert fitted(tmp_path, 60.0, 0.5, *one).sample_seconds == pytest.approx(0.43)
-    assert fitted(tmp_path, 1.0, 0.5, *one).sample_seconds == pytest.approx(0.1)
+    short = fitted(tmp_path, 1.0, 0.5, *one)
+    # So that the ceiling's samples are shorter, too.
+    assert (short.sample_seconds, short.total_bytes) == (pytest.approx(0.1), [64 * MIB])
     fast = fitted(tmp_path, 600.0, 50.0, *one)
     assert fast.total_bytes == [16 * GIB]
     assert fast.total_bytes[0] / 50e9 >= 0.3
@@ -83,7 +85,7 @@ def test_what_is_said_stays(tmp_path: Path) -> None:
     part = Part("p", "raw_read_sizes", [f"storage.dir={tmp_path}"])
     settings = fit.composed(part, [])
     assert fit.samples(part, [], settings, 60.0, pytest.fail) == []
-    assert fit.seconds(part, [], settings, 60.0) == ["scenario.max_seconds=12"]
+    assert fit.seconds(part, [], settings, 60.0) == ["scenario.max_seconds=12", "hang_seconds=30"]
     assert fit.seconds(part, ["scenario.max_seconds=3"], settings, 60.0) == []
 
 
