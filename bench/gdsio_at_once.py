@@ -118,8 +118,7 @@ def check_gpus(jobs: Sequence[JobRun]) -> None:
     """Raise BenchError where a job names a GPU that this machine has not, or that is hidden."""
     if jobs[0].settings.device == "cpu":
         return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = visible.replace(" ", "").split(",") if visible else None
+    shown, by_number = _shown()
     try:
         count = nvml.count()
     except nvml.NvmlError:
@@ -129,10 +128,26 @@ def check_gpus(jobs: Sequence[JobRun]) -> None:
             raise BenchConfigError(
                 f"[{job.name}] gpu_dev_id={job.gpu}: this machine has {count} GPUs, from 0 to {count - 1}"
             )
-        if shown is not None and all(each.isdigit() for each in shown) and str(job.gpu) not in shown:
+        if shown and (str(job.gpu) not in shown if by_number else job.gpu != 0):
             raise BenchConfigError(
-                f"[{job.name}] gpu_dev_id={job.gpu} is hidden by CUDA_VISIBLE_DEVICES={visible}; name the GPU there"
+                f"[{job.name}] gpu_dev_id={job.gpu} is hidden by CUDA_VISIBLE_DEVICES={','.join(shown)}; name the GPU "
+                "there by its number"
             )
+
+
+def _shown() -> tuple[list[str], bool]:
+    """What CUDA_VISIBLE_DEVICES names, and whether by numbers; nothing where all GPUs are shown."""
+    shown = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",") if each]
+    return shown, all(each.isdigit() for each in shown)
+
+
+def _variables(job: JobRun) -> dict[str, str]:
+    """That show a job's process its own GPU only. Where GPUs are named otherwise it gets the first, and where none is
+    shown it gets none."""
+    shown, by_number = _shown()
+    if job.settings.device == "cpu" or not by_number or ("CUDA_VISIBLE_DEVICES" in os.environ and not shown):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": str(job.gpu), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _plan(job: JobRun, check_cold: Callable[[Path, bool], None]) -> files.Plan:
@@ -180,8 +195,7 @@ def _measure(jobs: Sequence[JobRun], folder: Path, out: Console) -> list[Record]
             task = guard.Task(
                 dataclasses.asdict(settings), str(place / resume.NAME), gate=str(folder / "gate"), cpus=job.cpus
             )
-            extra = {"CUDA_VISIBLE_DEVICES": str(job.gpu), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-            attempts.append(guard.Attempt(task, place, extra, bar=False))
+            attempts.append(guard.Attempt(task, place, _variables(job), bar=False))
         meetings.serve([attempt.ended_fd for attempt in attempts], look, _LOOK_S)
         if any(attempt.told().end == "interrupted" for attempt in attempts):
             raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,8 +17,9 @@ from typing import Any
 import pytest
 import record_rows
 from conftest import ROOT
+from rich.console import Console
 
-from bench import files, gate, gdsio_at_once, gdsio_line, nvml
+from bench import config, files, gate, gdsio_at_once, gdsio_line, gdsio_run, nvml, resume
 from bench.config import BenchConfig, BenchConfigError, BenchError, StorageConfig, TransferConfig
 from bench.gdsio_at_once import JobRun
 
@@ -55,7 +57,7 @@ class Crashing(Bounce):
 PLUGIN = 'import bench.loaders\nbench.loaders.KINDS["transfer_bounce"] = ("crashing", "Crashing")\n'
 
 
-def command(tmp_path: Path, text: str, *overrides: str, env: dict[str, str] | None = None) -> Any:
+def command(tmp_path: Path, text: str, *overrides: str) -> Any:
     for name in ("one", "two"):
         (tmp_path / name).mkdir(exist_ok=True)
     (tmp_path / "a.gdsio").write_text(text.format(one=tmp_path / "one", two=tmp_path / "two"))
@@ -65,7 +67,7 @@ def command(tmp_path: Path, text: str, *overrides: str, env: dict[str, str] | No
             "scenario.gdsio_lines=true", "scenario.rounds=3", "cache=warm", "device=cpu",
             f"hydra.run.dir={tmp_path}/hydra", *overrides,
         ],
-        cwd=ROOT, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
@@ -94,9 +96,13 @@ def test_jobs_run_at_once_are_added_up_and_resumed(tmp_path: Path) -> None:
     again = command(tmp_path, JOBS, f"resume={tmp_path}/hydra")
     assert "resumed: all jobs are kept." in again.stdout, again.stdout + again.stderr
     assert rows(tmp_path) == before
-    other = command(tmp_path, JOBS.replace("bs=64k", "bs=32k"), f"resume={tmp_path}/hydra")
-    assert other.returncode == 2
-    assert "scenario.io_bytes was [65536] and is [32768]" in " ".join(other.stdout.split())
+    file = tmp_path / "hydra" / "results.jsonl"
+    now: dict[str, dict[str, Any]] = {"job1": {}, "job2": {}}
+    other = config.build({**before[0]["config"], "loaders": {"job1": {}}, "device": "cuda"})
+    with pytest.raises(BenchError, match="device was 'cpu' and is 'cuda'"):
+        resume.find_jobs(file, {"job1": other, "job2": other}, now)
+    with pytest.raises(BenchError, match="job 'job1' is not in the job file"):
+        resume.find_jobs(file, {"job2": other}, now)
 
 
 def test_nothing_is_measured_before_all_jobs_are_checked(tmp_path: Path) -> None:
@@ -108,23 +114,30 @@ def test_nothing_is_measured_before_all_jobs_are_checked(tmp_path: Path) -> None
     assert rows(tmp_path) == []
 
 
-def test_a_job_that_crashes_is_a_failed_row_and_the_others_go_on(tmp_path: Path) -> None:
-    plugin = tmp_path / "plugin"
-    plugin.mkdir()
-    (plugin / "crashing.py").write_text(CRASHING)
-    (plugin / "sitecustomize.py").write_text(PLUGIN)
+def test_a_job_that_crashes_is_a_failed_row_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    (tmp_path / "sitecustomize.py").write_text(PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    (tmp_path / "files").mkdir()
     text = JOBS.replace("numa_node=0\n", "").replace("[job2]", "[job2]\nxfer_type=2")
-    where = os.pathsep.join(filter(None, [str(plugin), str(ROOT), os.environ.get("PYTHONPATH")]))
-    made = command(tmp_path, text, env={"PYTHONPATH": where})
-    assert made.returncode == 0, made.stdout + made.stderr
-    found = rows(tmp_path)
-    assert [(row["loader"], row["status"], len(row["samples_s"])) for row in found] == [
-        ("job1", "ok", 3),
-        ("job2", "failed", 0),
+    path = tmp_path / "a.gdsio"
+    path.write_text(text.format(one=tmp_path / "files", two=tmp_path / "files"))
+    scenario = TransferConfig("gdsio", "transfer", rounds=3, job_file=str(path))
+    settings = BenchConfig(scenario, loaders={"x": {"kind": "transfer_posix"}}, device="cpu")
+    core = [min(os.sched_getaffinity(0))]
+    jobs = [each._replace(cpus=core) for each in gdsio_run.jobs(settings, pytest.fail)]
+    out = io.StringIO()
+    found = gdsio_at_once.run(jobs, tmp_path / "rows.jsonl", Console(file=out, width=300), lambda *_: None)
+    assert [(row.loader, row.status, len(row.samples_s)) for row in found] == [("job1", "ok", 3), ("job2", "failed", 0)]
+    assert found[0].env["cores"] == 1
+    assert "SIGABRT (job2: start-up)" in str(found[1].reason)
+    assert "there is no sum" in out.getvalue()
+    assert [json.loads(row.to_json()) for row in found] == [
+        json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()
     ]
-    assert "SIGABRT (job2: start-up)" in found[1]["reason"]
-    assert "all jobs at once" not in made.stdout
-    assert list((tmp_path / "two").iterdir()) == []
+    assert list((tmp_path / "files").iterdir()) == []
 
 
 # ---- what is checked
@@ -155,6 +168,13 @@ def test_gpus_have_to_be_there_and_to_have_room(tmp_path: Path, monkeypatch: pyt
         gdsio_at_once.check_gpus([job(tmp_path, "a", 1), job(tmp_path, "b", 2)])
     with pytest.raises(BenchConfigError, match=r"gpu_dev_id=0 is hidden by CUDA_VISIBLE_DEVICES=1"):
         gdsio_at_once.check_gpus([job(tmp_path, "a", 0)])
+
+    assert gdsio_at_once._variables(job(tmp_path, "a", 1))["CUDA_VISIBLE_DEVICES"] == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa,GPU-bb")
+    gdsio_at_once.check_gpus([job(tmp_path, "a", 0)])
+    assert gdsio_at_once._variables(job(tmp_path, "a", 0)) == {}
+    with pytest.raises(BenchConfigError, match=r"gpu_dev_id=1 is hidden by CUDA_VISIBLE_DEVICES=GPU-aa,GPU-bb"):
+        gdsio_at_once.check_gpus([job(tmp_path, "a", 1)])
 
     class Small:
         def free_bytes(self) -> int:
