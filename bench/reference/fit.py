@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from bench import ceilings, ceilings_transfer, config, files, nvml
-from bench.config import BenchConfig, BenchError, TransferConfig
+from bench import cache, ceilings, ceilings_disk, config, files, nvml
+from bench.config import BenchConfig, TransferConfig
 from bench.reference.plan import Part
 
 #: Of a part's time, what its rounds may take; the rest is for files, start-ups and first loads.
@@ -95,10 +95,10 @@ def rate(directory: Path) -> float:
         return 0.0
     with files.written(plan) as written:
         limit: ceilings.Ceiling
-        try:
-            limit = ceilings_transfer.DirectBlocks(written.paths, plan.total_bytes // 2)
-        except (BenchError, OSError):  # no kernel AIO, or no O_DIRECT, as in memory
-            limit = ceilings.ParallelRead(written.paths, direct=False, consumer=False, nbytes=plan.total_bytes // 2)
+        if cache.refuses_direct(written.paths[0]):  # as memory does
+            limit = ceilings.ParallelRead(written.paths, consumer=False, nbytes=plan.total_bytes // 2)
+        else:
+            limit = ceilings_disk.Disk(written.paths, plan.total_bytes // 2)
         try:
             return limit.sample()
         finally:
