@@ -38,6 +38,9 @@ _MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
 #: From here on single records may be slower than whole blocks.
 _MIDDLE = 64 * _KIB
 _PAGE = mmap.PAGESIZE
+#: The best blocks that a search of this process found, by device, direction and whether O_DIRECT is refused: a search
+#: takes seconds, and the next part of a run asks these and its own only.
+_FOUND: dict[tuple[int, bool, bool], list[Arrangement]] = {}
 
 
 class Arrangement(NamedTuple):
@@ -78,14 +81,18 @@ class Disk(Ceiling):
         self._why = cache.refuses_direct(self._paths[0])
         self._no_aio = self._why or _without_aio()
         self._places: dict[int, list[tuple[int, int]]] = {}
+        device = os.stat(self._paths[0]).st_dev, write, self._why is not None
+        known = [each for each in _FOUND.get(device, []) if each.length <= max(self._sizes)]
         choices = self._records(request, own) if request is not None else []
         if request is None or (request.length >= _MIDDLE and not write):
-            choices += [each for each in self._blocks(own) if each not in choices]
+            choices += [each for each in self._blocks(own, known) if each not in choices]
         self._memory = used_memory(max(each.in_flight_bytes for each in choices))
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
         try:
             most = min(nbytes, sum(self._sizes))
             self._best = Best(self.rate, choices, most, lambda each: 4 * each.in_flight * each.length)
+            if request is None and not known:
+                _FOUND[device] = list(self._best.wins)
         except BaseException:
             self.close()
             raise
@@ -185,14 +192,15 @@ class Disk(Ceiling):
         found += [Arrangement(request.length, count, False, True) for count in _RECORD_THREADS]
         return _within(found)
 
-    def _blocks(self, own: tuple[int, int] | None) -> list[Arrangement]:
+    def _blocks(self, own: tuple[int, int] | None, known: list[Arrangement]) -> list[Arrangement]:
+        """`own`, and what is `known` to be best or, without, what may be."""
         largest = max(self._sizes)
-        pairs = [*itertools.product(_AIO_BLOCKS, _AIO_DEPTHS)]
-        threads = [*itertools.product(_BLOCKS, _THREADS)]
+        pairs = [] if known else [*itertools.product(_AIO_BLOCKS, _AIO_DEPTHS)]
+        threads = [] if known else [*itertools.product(_BLOCKS, _THREADS)]
         if own is not None and own[0] % 512 == 0:
             pairs, threads = [own, *pairs], [own, *threads]
         found = [Arrangement(*pair, True, False) for pair in pairs if self._no_aio is None]
-        found += [Arrangement(*pair, False, False) for pair in threads]
+        found += [*(Arrangement(*pair, False, False) for pair in threads), *known]
         found = _within([each for each in found if each.length <= largest])
         return found or [Arrangement(_PAGE, count, False, False) for count in _THREADS]
 

@@ -77,6 +77,11 @@ def paths(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in ("a", "b")]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings_disk, "_FOUND", {})
+
+
 def request(record: int, count: int) -> GatherRequest:
     numbers = np.random.default_rng(0).permutation(2 * MIB // record)[:count].astype(np.int64)
     return GatherRequest((np.arange(count) % 2).astype(np.int32), numbers * record, record)
@@ -125,6 +130,22 @@ def test_a_rows_own_ios_are_among_the_arrangements(paths: list[str], monkeypatch
         found = {(each.length, each.in_flight) for each in seen if each.aio}
         assert found >= {(512 << 10, 128), (MIB, 128)}
     assert all(each.in_flight_bytes <= 256 * MIB and each.length <= 2 * MIB for each in seen)
+
+
+def test_the_next_part_asks_what_the_first_one_found_and_its_own(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Disk(paths, 4 * MIB)
+    first.close()
+    seen: list[Arrangement] = []
+    real = ceilings_disk._within
+    monkeypatch.setattr(ceilings_disk, "_within", lambda found: seen.extend(real(found)) or real(found))
+    Disk(paths, 4 * MIB, own=(64 << 10, 2)).close()
+    assert set(first._best.wins) < set(seen)
+    assert {(each.length, each.in_flight) for each in set(seen) - set(first._best.wins)} == {(64 << 10, 2)}
+    seen.clear()
+    Disk(paths, 4 * MIB, write=True).close()
+    assert len(seen) > 8, "another direction is another search"
 
 
 def test_without_o_direct_or_kernel_aio_the_detail_says_so(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
