@@ -22,6 +22,7 @@ the ratios within the rounds. Every file states its own rules in its docstring:
     gdsio_jobs.py    job files of gdsio (pure); gdsio_run.py makes runs of them, gdsio_at_once.py measures them all at
                      the same time (gate.py), gdsio_line.py prints results like it
     cufile_files.py  files and memory registered with cuFile, through cuda.bindings
+    io_memory.py     memory that ios land in
     cache.py         warm and cold page cache, verified with mincore
     device_bytes.py  what disks and the GPU's link count beside each sample
     stats.py         median, MAD, IQR, exact interval of a median (pure)

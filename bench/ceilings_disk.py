@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from bench import aio, cache, table
 from bench.ceilings import Ceiling
 from bench.ceilings_best import Best
 from bench.config import BenchError
+from bench.io_memory import used_memory
 from bench.loaders.base import GatherRequest
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -38,9 +38,9 @@ _MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
 #: From here on single records may be slower than whole blocks.
 _MIDDLE = 64 * _KIB
 _PAGE = mmap.PAGESIZE
-#: The best blocks that a search of this process found, by device, direction and whether O_DIRECT is refused: a search
-#: takes seconds, and the next part of a run asks these and its own only.
-_FOUND: dict[tuple[int, bool, bool], list[Arrangement]] = {}
+#: The best blocks that a search of this process found, by device, direction, and whether there are O_DIRECT and kernel
+#: AIO: a search takes seconds, and the next part of a run asks these and its own only.
+_FOUND: dict[tuple[int, bool, bool, bool], list[Arrangement]] = {}
 
 
 class Arrangement(NamedTuple):
@@ -81,7 +81,7 @@ class Disk(Ceiling):
         self._why = cache.refuses_direct(self._paths[0])
         self._no_aio = self._why or _without_aio()
         self._places: dict[int, list[tuple[int, int]]] = {}
-        device = os.stat(self._paths[0]).st_dev, write, self._why is not None
+        device = os.stat(self._paths[0]).st_dev, write, self._why is None, self._no_aio is None
         known = [each for each in _FOUND.get(device, []) if each.length <= max(self._sizes)]
         choices = self._records(request, own) if request is not None else []
         if request is None or (request.length >= _MIDDLE and not write):
@@ -203,17 +203,6 @@ class Disk(Ceiling):
         found += [*(Arrangement(*pair, False, False) for pair in threads), *known]
         found = _within([each for each in found if each.length <= largest])
         return found or [Arrangement(_PAGE, count, False, False) for count in _THREADS]
-
-
-def used_memory(nbytes: int) -> mmap.mmap:
-    """Private memory that was written to, page-aligned, of huge pages where there are any. Not with zeros, which some
-    file systems and disks do not store; the bytes come again after 16 MiB."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    piece = np.random.default_rng(0).integers(0, 256, min(nbytes, 16 * _MIB), dtype=np.uint8)
-    np.frombuffer(memory, dtype=np.uint8)[:] = np.resize(piece, nbytes)
-    return memory
 
 
 def _within(found: Sequence[Arrangement]) -> list[Arrangement]:

@@ -20,8 +20,8 @@ from pathlib import Path
 from bench import fsyncs
 from bench.ceilings import Ceiling
 from bench.ceilings_best import Best
-from bench.ceilings_disk import used_memory
 from bench.config import BenchError
+from bench.io_memory import used_memory
 
 _MIB = 1 << 20
 _SWEEP_BYTES = 128 << 20

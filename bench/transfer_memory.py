@@ -10,7 +10,6 @@ have salt 0; each sample that writes takes another, so that bytes of an earlier 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from bench.config_base import BenchError
 from bench.files import memory_available
+from bench.io_memory import used_memory
 from bench.scenarios.base import VerificationError
 from bench.transfer_ops import PAGE, Ops
 
@@ -44,8 +44,8 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
     if pinned:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-    # The mapping lives as long as the tensor. Zeros are written so that the pages exist.
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, PAGE)), dtype=torch.uint8, count=nbytes).zero_()
+    # The mapping lives as long as the tensor.
+    return torch.frombuffer(used_memory(max(nbytes, PAGE)), dtype=torch.uint8, count=nbytes)
 
 
 class Memory:

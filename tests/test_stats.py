@@ -20,7 +20,7 @@ from support import Source, build_library, make_plan, need_direct, need_uring, r
 
 import gdsstream
 from gdsstream import _native, stats_publisher
-from gdsstream.engine import cufile, open_engine
+from gdsstream.engine import cufile_transfer, open_engine
 from gdsstream.engine.cufile import CuFileEngine
 from gdsstream.errors import ConfigError, ReadError, ShortReadError, WriteError
 from gdsstream.stats import Operations, ProcessStats, process_stats
@@ -204,7 +204,7 @@ def test_kvikio_is_counted_by_extent(counting: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(CuFileEngine, "_require_cuda", lambda self: None)
     monkeypatch.setattr(CuFileEngine, "_drain_stream", lambda self: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(cufile._REGISTRATIONS, "_users", {})
+    monkeypatch.setattr(cufile_transfer.REGISTRATIONS, "_users", {})
     path = write_data(tmp_path, MIB)
     with CuFileEngine("cpu", stats=3) as engine:
         read(engine, path, (0, 1000), (5000, 2000))
@@ -216,7 +216,7 @@ def test_kvikio_is_counted_by_extent(counting: Path, tmp_path: Path, monkeypatch
         with pytest.raises(ReadError):
             read(engine, path)
         assert io_of("cufile", "cufile").errors == 1
-        cufile._REGISTRATIONS.add(FakeKvikio(), torch.empty(4096, dtype=torch.uint8))
+        cufile_transfer.REGISTRATIONS.add(FakeKvikio(), torch.empty(4096, dtype=torch.uint8))
         assert process_stats().registered_bytes == 4096
 
 

@@ -65,6 +65,6 @@ def test_every_kind_of_loader_is_ours_a_limit_or_a_peer() -> None:
 
 
 def test_the_terminal_shows_the_ratio_where_there_is_room() -> None:
-    rows = results.read(H200 / "peers.jsonl")
+    rows = [row for row in results.read(H200 / "peers.jsonl") if row.status == "ok"]
     column = next(each for each in report.content(rows).columns if each.title == "x peer")
     assert column.from_width <= 120
