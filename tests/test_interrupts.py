@@ -17,14 +17,17 @@ import numpy as np
 import pytest
 import torch
 from layer_files import write_layers
+from offload_support import assert_free, assert_same_step, deterministic, offloaded, step, twins
 from support import InterruptAt, random_bytes, source_of
 
 import gdsstream
-from gdsstream import layers, residency, slots, sources
+from gdsstream import binding, gates, layers, lease, lending, offloading, residency, saved, slots, sources
 from gdsstream.checkpoint import TensorSpec
 from gdsstream.engine import native
 from gdsstream.engine.base import Engine, Transfer
 from gdsstream.plan import plan_separate
+
+__all__ = ["deterministic"]
 
 NBYTES = 1 << 20
 
@@ -119,3 +122,18 @@ def test_a_streamer_that_was_interrupted_anywhere_goes_on(act: str, tmp_path: Pa
             if not more:
                 break
     assert changed > 10, f"{n} events, hardly any of which interrupted a change"
+
+
+# A step has some 7,000 such events.
+def test_an_offloaded_model_that_was_interrupted_anywhere_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    modules = (binding, gates, layers, lease, lending, native, offloading, residency, saved, slots, sources)
+    model, twin = twins(tmp_path, 4)
+    n = 1
+    with offloaded(model, tmp_path, num_slots=2) as handle:
+        assert_same_step(model, twin)
+        while InterruptAt(n, *modules).run(lambda: step(model)):
+            assert_same_step(model, twin)
+            assert_free(handle)
+            n += 97
+    assert n > 5000, "the events of a step were not seen"
