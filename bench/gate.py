@@ -86,9 +86,15 @@ class Meetings:
         self._listener.bind(str(path))
         self._listener.listen()
 
-    def serve(self, ended_fds: Sequence[int], look: Callable[[int], None], every_s: float) -> None:
-        """Until all processes have ended: `ended_fds` become readable then. `look` is called with the number of each
-        that still runs, now and then, and with that of one that has just ended."""
+    def serve(
+        self,
+        ended_fds: Sequence[int],
+        look: Callable[[int], None],
+        ended: Callable[[int], None],
+        every_s: float,
+    ) -> None:
+        """Until all processes have ended: `ended_fds` become readable then, and `ended` is called with the number of
+        each, once, which may close its descriptor. `look` is called with the others' now and then."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         running = dict(zip(ended_fds, range(len(ended_fds)), strict=True))
@@ -105,7 +111,7 @@ class Meetings:
                     poll.register(one, select.POLLIN)
                 elif descriptor in running:
                     poll.unregister(descriptor)
-                    look(running.pop(descriptor))
+                    ended(running.pop(descriptor))
                 elif connected[descriptor].recv(1):
                     waiting.add(descriptor)
                 else:

@@ -178,10 +178,7 @@ def _measure(jobs: Sequence[JobRun], folder: Path, out: Console) -> list[Record]
     attempts: list[guard.Attempt] = []
     outcomes: dict[int, tuple[int, str]] = {}
 
-    def look(number: int) -> None:
-        if not attempts[number].ended():
-            attempts[number].watch()
-            return
+    def ended(number: int) -> None:
         outcomes[number] = attempts[number].outcome()
         error = attempts[number].told().error
         if error is not None:
@@ -196,7 +193,8 @@ def _measure(jobs: Sequence[JobRun], folder: Path, out: Console) -> list[Record]
                 dataclasses.asdict(settings), str(place / resume.NAME), gate=str(folder / "gate"), cpus=job.cpus
             )
             attempts.append(guard.Attempt(task, place, _variables(job), bar=False))
-        meetings.serve([attempt.ended_fd for attempt in attempts], look, _LOOK_S)
+        fds = [attempt.ended_fd for attempt in attempts]
+        meetings.serve(fds, lambda number: attempts[number].watch(), ended, _LOOK_S)
         if any(attempt.told().end == "interrupted" for attempt in attempts):
             raise KeyboardInterrupt
     finally:

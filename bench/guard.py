@@ -171,10 +171,6 @@ class Attempt:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def ended(self) -> bool:
-        """Whether it has."""
-        return self._process.poll() is not None
-
     def outcome(self) -> tuple[int, str]:
         """How the process that has ended did so (as subprocess says it), and why, with its last words."""
         ended = self._process.wait()

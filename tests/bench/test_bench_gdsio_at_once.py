@@ -209,13 +209,22 @@ def test_all_go_on_at_one_time_and_nobody_waits_for_who_has_left(tmp_path: Path)
     threads = [threading.Thread(target=member, args=(number,)) for number in went]
     for thread in threads:
         thread.start()
+    looked: list[int] = []
     ended: list[int] = []
-    meetings.serve([end for end, _ in pipes], ended.append, 5.0)
+
+    def look(number: int) -> None:
+        assert number not in ended
+        looked.append(number)
+
+    def over(number: int) -> None:
+        ended.append(number)
+        os.close(pipes[number][0])
+
+    meetings.serve([end for end, _ in pipes], look, over, 0.0)
     for thread in threads:
         thread.join()
     meetings.close()
-    for end, _ in pipes:
-        os.close(end)
+    assert set(looked) == {0, 1, 2}
     assert sorted(ended) == [0, 1, 2]
     assert [len(times) for times in went.values()] == [3, 3, 1]
     for turn in range(3):
