@@ -23,7 +23,7 @@ from gdsstream.config import StreamConfig
 from gdsstream.devices import parse_device
 from gdsstream.engine import merge
 from gdsstream.engine.base import Transfer, check_process
-from gdsstream.errors import ConfigError, EngineClosedError, GdsStreamError
+from gdsstream.errors import ConfigError, EngineClosedError, GdsStreamError, LeaseError
 from gdsstream.layout import Fuse, LayerLayout, Layers, layer_layouts
 from gdsstream.lease import Lease
 from gdsstream.makespan import choose_host_layers
@@ -101,6 +101,9 @@ class LayerStreamer:
         self._lock = threading.RLock()
         self._meter = Meter()
         self._ring_wait_us = 0
+        # For those who keep every lease until its end: one that an interrupt took on its way to them is ended, where
+        # LeaseError would be raised. What others dropped may be in use by its tensors.
+        self.reclaims_lost_leases = False
         self._interrupted = False
         self._unsettled: list[_Leases] = []  # by interrupts
         declared = self._check_order(order)
@@ -165,10 +168,11 @@ class LayerStreamer:
                 slot = next((s for s in self._ring.slots if s.leases and s.holds(layer, chosen)), None)
                 cause: Cause | None = None
                 if slot is None:
-                    slot, cause = self._residency.take(layer, chosen)
+                    slot, cause = self._take(layer, chosen)
                 undo = _Leases(slot, slot.leases)
                 self._ring.lease(slot)
                 lease = Lease(self, slot, layout, cause)
+                slot.holders[id(lease)] = lease
                 self._residency.issue_ahead()
                 self._meter.spent(time.perf_counter() - started)
                 return lease
@@ -296,12 +300,21 @@ class LayerStreamer:
                     return
                 redo = _Leases(lease.held, lease.held.leases - 1, lease)
                 lease.released = True
+                lease.held.holders.pop(id(lease), None)
                 self._ring.release(lease.held)
                 self._residency.released()
                 self._meter.spent(time.perf_counter() - started)
             except BaseException:
                 self._note_interrupt(redo)
                 raise
+
+    def _take(self, layer: int, experts: frozenset[int] | None) -> tuple[Slot, Cause | None]:
+        try:
+            return self._residency.take(layer, experts)
+        except LeaseError:
+            if not (self.reclaims_lost_leases and self._ring.reclaim()):
+                raise
+            return self._residency.take(layer, experts)
 
     def _plan_from(self, step: int, order: Order | None = None) -> None:
         try:

@@ -368,7 +368,7 @@ def _open(
         names[bound.index] = list(bound.stored.values())
         for name, whole in bound.fused.items():
             fused[bound.prefix + name] = Fused(tuple(bound.prefix + part for part in whole.names), whole.shape)
-    return LayerStreamer(
+    streamer = LayerStreamer(
         checkpoint,
         layers=names,
         device=device,
@@ -379,6 +379,8 @@ def _open(
         debug=debug,
         config=settings,
     )
+    streamer.reclaims_lost_leases = True
+    return streamer
 
 
 __all__ = ["OffloadHandle", "offload"]

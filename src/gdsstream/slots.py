@@ -16,10 +16,11 @@ Not thread-safe: its user (LayerStreamer) holds one lock around it.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -66,6 +67,8 @@ class Slot:
     fences: dict[int, _native.Fence] = field(default_factory=dict)  # by stream, recorded when the last lease ended
     pending: list[_native.Fence] = field(default_factory=list)  # to be passed before the next read
     issued: Issued = None
+    # The leases that somebody has, by their ids.
+    holders: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     baseline_use_count: int = 0  # what `use_count` is when nobody else has views
     _views: dict[tuple[Placement, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
     _views_of_layer: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -193,6 +196,14 @@ class SlotRing:
 
     def lease(self, slot: Slot) -> None:
         slot.leases += 1
+
+    def reclaim(self) -> bool:
+        """End leases that nobody has any more; whether there were any."""
+        lost = [slot for slot in self.slots if slot.leases > len(slot.holders)]
+        for slot in lost:
+            slot.leases = len(slot.holders)
+            self.fence(slot)
+        return bool(lost)
 
     def release(self, slot: Slot) -> None:
         """The end of one lease. With the last, a fence is recorded on every stream that used the slot."""
