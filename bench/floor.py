@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace) -> list[subject.Line]:
     gdsstream.release_engines()
     ratios = stats.paired_ratios(figures["staged_cpu_s_per_gb"], figures["bare_cpu_s_per_gb"])
     derived: dict[str, Any] = {name: stats.median(values) for name, values in figures.items()}
-    derived |= {"ratio": stats.median(ratios), "ratio_ci95": subject.interval(ratios)}
+    derived |= subject.median("ratio", ratios)
     derived |= {"device": device, "threads": threads, "read_bytes": _READ_BYTES, "ring_bytes": config.staging_bytes}
     env = environment.collect(plan.directory, "cuda:0" if device == "cuda" else device)
     return [subject.Line("floor", "staged", subject.settings(options), figures, derived, env)]
@@ -114,12 +114,11 @@ def measure(options: argparse.Namespace) -> list[subject.Line]:
 def said(line: subject.Line) -> str:
     """A row for people."""
     d = line.derived
-    low, high = d["ratio_ci95"] or (float("nan"), float("nan"))
     return (
         f"{d['device']}, {d['threads']} threads, reads of {d['read_bytes'] >> 20} MiB, ring of "
         f"{d['ring_bytes'] >> 20} MiB, n = {len(line.figures['gb_per_s'])}: staged {d['staged_cpu_s_per_gb']:.3f} "
         f"CPU s/GB at {d['gb_per_s']:.1f} GB/s, bare preadv at the same rate {d['bare_cpu_s_per_gb']:.3f}; "
-        f"ratio {d['ratio']:.2f} (95 % CI {low:.2f} - {high:.2f})"
+        f"ratio {d['ratio']:.2f} ({subject.bounds(d, 'ratio', '.2f')})"
     )
 
 

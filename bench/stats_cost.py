@@ -102,7 +102,7 @@ def _kind(name: str, what: What, options: argparse.Namespace) -> list[subject.Li
 def _beyond(taken: dict[str, list[float]], row: str, prefix: str) -> dict[str, Any]:
     """By what fraction a row takes longer than the one that counts nothing."""
     beyond = [ratio - 1 for ratio in stats.paired_ratios(taken[row], taken["0"])]
-    return {f"{prefix}overhead": stats.median(beyond), f"{prefix}overhead_ci95": subject.interval(beyond)}
+    return subject.median(f"{prefix}overhead", beyond)
 
 
 def _engine(path: str, level: int, what: What, device: str, opened: ExitStack) -> Callable[..., Any]:
@@ -139,9 +139,8 @@ def _once(gather: Callable[..., Any], offsets: np.ndarray[Any, Any], nbytes: int
 def said(line: subject.Line) -> str:
     """A row for people."""
     d = line.derived
-    low, high = d["overhead_ci95"] or (float("nan"), float("nan"))
     return (
-        f"{line.row}: {d['seconds'] * 1e3:.3f} ms, {d['overhead']:+.2%} ({low:+.2%} - {high:+.2%}), "
+        f"{line.row}: {d['seconds'] * 1e3:.3f} ms, {d['overhead']:+.2%} ({subject.bounds(d, 'overhead', '+.2%')}), "
         f"CPU {d['cpu_overhead']:+.2%}, n = {len(line.figures['seconds'])}"
     )
 

@@ -126,7 +126,19 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def interval(values: Sequence[float]) -> list[float] | None:
-    """The 95 % interval of their median, as a record holds it; None for fewer than six."""
+def median(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Their median as `name`, its 95 % interval, which is None for fewer than six, and the least and most of them, as a
+    record's `derived` holds them."""
     found = stats.median_ci95(values)
-    return list(found) if found else None
+    return {
+        name: stats.median(values),
+        f"{name}_ci95": list(found) if found else None,
+        f"{name}_range": [min(values), max(values)],
+    }
+
+
+def bounds(derived: Mapping[str, Any], name: str, form: str) -> str:
+    """What `median` said of `name`, for people: the interval, or that it is a range; numbers in the format `form`."""
+    interval = derived[f"{name}_ci95"]
+    low, high = interval or derived[f"{name}_range"]
+    return f"{'95 % CI' if interval else 'range'} {low:{form}} - {high:{form}}"

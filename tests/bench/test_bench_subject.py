@@ -41,6 +41,13 @@ def test_published_lines_are_valid() -> None:
         assert {line.subject for line in subject.read(path)} == {path.stem}
 
 
+def test_fewer_than_six_samples_are_said_to_have_a_range() -> None:
+    few, enough = subject.median("ratio", [3.0, 1.0, 2.0]), subject.median("ratio", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert few == {"ratio": 2.0, "ratio_ci95": None, "ratio_range": [1.0, 3.0]}
+    assert subject.bounds(few, "ratio", ".1f") == "range 1.0 - 3.0"
+    assert subject.bounds(enough, "ratio", ".1f") == "95 % CI 1.0 - 6.0"
+
+
 def test_what_reading_costs(tmp_path: Path) -> None:
     where = ["--dir", str(tmp_path), "--output", str(tmp_path / "out" / "floor.jsonl")]
     options = floor.parser().parse_args([*where, "--files", "2", "--file-bytes", "8000000", "--rounds", "2"])
