@@ -105,6 +105,12 @@ class Plan:
         return self.files * self.file_bytes
 
 
+def check_directory(directory: Path) -> None:
+    """Raise BenchError where `storage.dir` is none."""
+    if not directory.is_dir():
+        raise BenchError(f"storage.dir: {directory} is not a directory; create it or choose another with storage.dir=")
+
+
 def choose(storage: StorageConfig, *, cuda: bool, cold: bool) -> Plan:
     """Fill in what the configuration leaves open. Raises BenchError when the directory is missing or too small.
 
@@ -115,8 +121,7 @@ def choose(storage: StorageConfig, *, cuda: bool, cold: bool) -> Plan:
     why = "as configured"
     if storage.dir is None and not cold and room(Path(_SHARED_MEMORY)) >= 2 * _GIB:
         directory = Path(_SHARED_MEMORY)
-    if not directory.is_dir():
-        raise BenchError(f"storage.dir: {directory} is not a directory; create it or choose another with storage.dir=")
+    check_directory(directory)
     free = room(directory)
     if storage.files is None or storage.file_bytes is None:
         if cuda and free >= 12 * _GIB and memory_available() >= 24 * _GIB:

@@ -26,7 +26,7 @@ from typing import Any
 from hydra.errors import HydraException
 from rich.console import Console
 
-from bench import config, environment, progress, results, resume, run_parts
+from bench import config, environment, files, progress, results, resume, run_parts
 from bench.config import BenchConfig, BenchError, nearest
 from bench.record import Record
 from bench.reference import fit, forward
@@ -44,7 +44,9 @@ _ENDING_S = 90.0
 def run(plan: Plan, settings: BenchConfig, directory: Path, out: Console, given: Sequence[str] = ()) -> dict[str, Made]:
     """Make the parts in `directory`, and put all their records into one results.jsonl there, and at the end of the file
     `output`. `given` are overrides that parts get. Raises BenchError where the directory is of another commit, or
-    cannot be written."""
+    cannot be written, and where there is no directory for the files, which no part could be made in."""
+    if settings.storage.dir is not None:
+        files.check_directory(Path(settings.storage.dir))
     output = Path(settings.output) if settings.output is not None else None
     if output is not None:
         run_parts.check_output(output)

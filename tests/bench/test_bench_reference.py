@@ -170,6 +170,14 @@ def test_parts_for_which_no_time_is_left_say_so(tmp_path: Path) -> None:
     assert "no time was left" in target.read_text(encoding="utf-8")
 
 
+def test_a_directory_that_is_none_is_refused_before_any_part(tmp_path: Path) -> None:
+    given = ["experiment=reference_smoke", f"storage.dir={tmp_path}/missing"]
+    settings = config.build(composed(*given))
+    with pytest.raises(BenchError, match="is not a directory; create it"):
+        reference.run(settings, tmp_path / "run", Console(file=io.StringIO()), given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_error_of_a_part_is_its_reason() -> None:
     printed = "4 files\nerror: 'x' is bad; do\nthis\n"
     assert parts._last_line(printed) == "'x' is bad; do this"
