@@ -76,11 +76,14 @@ def samples(
     if len(scenario.total_bytes) > 1 or not directory.is_dir():
         return found
     gb_per_s, now = rate(directory), scenario.total_bytes[0]
-    total = _grown(scenario, directory, gb_per_s, gpu=settings.device != "cpu")
-    least = max(_LEAST_BYTES, _LEAST_IOS * _largest_io(settings, scenario))
-    less = max(least, _power(sample_s * gb_per_s * 1e9))
-    if gb_per_s and sample_s < _SAMPLE_S and less < now:
-        found.append(f"scenario.total_bytes=[{less}]")
+    if not gb_per_s:
+        return found
+    total, short = _grown(scenario, directory, gb_per_s, gpu=settings.device != "cpu"), sample_s < _SAMPLE_S
+    if short:
+        least = max(_LEAST_BYTES, _LEAST_IOS * _largest_io(settings, scenario))
+        total = min(total, max(least, _power(sample_s * gb_per_s * 1e9)))
+    if short and total < now:
+        found.append(f"scenario.total_bytes=[{total}]")
     elif total > now:
         count = settings.storage.files or 1
         held = max(settings.storage.file_bytes or 0, -(-total // count))

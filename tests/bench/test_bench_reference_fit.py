@@ -72,6 +72,9 @@ def test_samples_are_as_long_as_time_allows_and_as_large_as_the_machine_is_fast(
     short = fitted(tmp_path, 1.0, 0.5, *one)
     # So that the ceiling's samples are shorter, too.
     assert (short.sample_seconds, short.total_bytes) == (pytest.approx(0.1), [64 * MIB])
+    # 0.1 s of 2.5 GB/s is what it has; the 0.3 s of ample time would be four times that.
+    assert fitted(tmp_path, 1.0, 2.5, *one).total_bytes == [256 * MIB]
+    assert fitted(tmp_path, 1.0, 0.0, *one).total_bytes == ample.total_bytes, "of a rate that is not known"
     fast = fitted(tmp_path, 600.0, 50.0, *one)
     assert fast.total_bytes == [16 * GIB]
     assert fast.total_bytes[0] / 50e9 >= 0.3
