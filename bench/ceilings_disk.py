@@ -38,9 +38,9 @@ _MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
 #: From here on single records may be slower than whole blocks.
 _MIDDLE = 64 * _KIB
 _PAGE = mmap.PAGESIZE
-#: The best blocks that a search of this process found, by device, direction, and whether there are O_DIRECT and kernel
-#: AIO: a search takes seconds, and the next part of a run asks these and its own only.
-_FOUND: dict[tuple[int, bool, bool, bool], list[Arrangement]] = {}
+#: The best that a search of this process found, by device, direction, whether there are O_DIRECT and kernel AIO, and
+#: the length of records (None: blocks): a search takes seconds, and later parts of a run ask these and their own only.
+_FOUND: dict[tuple[int, bool, bool, bool, int | None], list[Arrangement]] = {}
 
 
 class Arrangement(NamedTuple):
@@ -82,17 +82,18 @@ class Disk(Ceiling):
         self._no_aio = self._why or _without_aio()
         self._places: dict[int, list[tuple[int, int]]] = {}
         device = os.stat(self._paths[0]).st_dev, write, self._why is None, self._no_aio is None
-        known = [each for each in _FOUND.get(device, []) if each.length <= max(self._sizes)]
-        choices = self._records(request, own) if request is not None else []
+        key = *device, request.length if request is not None else None
+        known, blocks = self._known(key), self._known((*device, None))
+        choices = self._records(request, own, known) if request is not None else []
         if request is None or (request.length >= _MIDDLE and not write):
-            choices += [each for each in self._blocks(own, known) if each not in choices]
+            choices += [each for each in self._blocks(own, known or blocks) if each not in choices]
         self._memory = used_memory(max(each.in_flight_bytes for each in choices))
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
         try:
             most = min(nbytes, sum(self._sizes))
             self._best = Best(self.rate, choices, most, lambda each: 4 * each.in_flight * each.length)
-            if request is None and not known:
-                _FOUND[device] = list(self._best.wins)
+            if not known:
+                _FOUND[key] = list(self._best.wins)
         except BaseException:
             self.close()
             raise
@@ -186,23 +187,33 @@ class Disk(Ceiling):
             ]
         return self._places[choice.length]
 
-    def _records(self, request: GatherRequest, own: tuple[int, int] | None) -> list[Arrangement]:
-        depths = [*_RECORD_DEPTHS, *([own[1]] if own and own[0] == request.length else [])]
+    def _known(self, key: tuple[int, bool, bool, bool, int | None]) -> list[Arrangement]:
+        return [each for each in _FOUND.get(key, []) if each.length <= max(self._sizes)]
+
+    def _records(
+        self, request: GatherRequest, own: tuple[int, int] | None, known: list[Arrangement]
+    ) -> list[Arrangement]:
+        """As _blocks, one io for each record."""
+        depths = [] if known else [*_RECORD_DEPTHS]
+        if own is not None and own[0] == request.length:
+            depths.append(own[1])
         found = [Arrangement(request.length, depth, True, True) for depth in depths if self._no_aio is None]
-        found += [Arrangement(request.length, count, False, True) for count in _RECORD_THREADS]
-        return _within(found)
+        threads = [] if known else [*_RECORD_THREADS]
+        found += [Arrangement(request.length, count, False, True) for count in threads]
+        return _within([*found, *(each for each in known if each.records)])
 
     def _blocks(self, own: tuple[int, int] | None, known: list[Arrangement]) -> list[Arrangement]:
-        """`own`, and what is `known` to be best or, without, what may be."""
+        """`own`, and which of what is `known` to be best are blocks or, where nothing is, what may be."""
         largest = max(self._sizes)
         pairs = [] if known else [*itertools.product(_AIO_BLOCKS, _AIO_DEPTHS)]
         threads = [] if known else [*itertools.product(_BLOCKS, _THREADS)]
         if own is not None and own[0] % 512 == 0:
             pairs, threads = [own, *pairs], [own, *threads]
         found = [Arrangement(*pair, True, False) for pair in pairs if self._no_aio is None]
-        found += [*(Arrangement(*pair, False, False) for pair in threads), *known]
+        found += [Arrangement(*pair, False, False) for pair in threads]
+        found += [each for each in known if not each.records]
         found = _within([each for each in found if each.length <= largest])
-        return found or [Arrangement(_PAGE, count, False, False) for count in _THREADS]
+        return found or ([] if known else [Arrangement(_PAGE, count, False, False) for count in _THREADS])
 
 
 def _within(found: Sequence[Arrangement]) -> list[Arrangement]:

@@ -82,9 +82,23 @@ def _nothing_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings_disk, "_FOUND", {})
 
 
-def request(record: int, count: int) -> GatherRequest:
+def records(record: int, count: int) -> GatherRequest:
     numbers = np.random.default_rng(0).permutation(2 * MIB // record)[:count].astype(np.int64)
     return GatherRequest((np.arange(count) % 2).astype(np.int32), numbers * record, record)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Arrangement]:
+    """What would be searched; nothing is."""
+    seen: list[Arrangement] = []
+
+    class Nothing:
+        def __init__(self, rate: Any, choices: list[Arrangement], *rest: Any) -> None:
+            seen.extend(choices)
+            self.wins: dict[Arrangement, int] = {}
+
+    monkeypatch.setattr(ceilings_disk, "Best", Nothing)
+    return seen
 
 
 def only(monkeypatch: pytest.MonkeyPatch, keep: Any) -> None:
@@ -98,11 +112,11 @@ def only(monkeypatch: pytest.MonkeyPatch, keep: Any) -> None:
 def test_writes_reach_every_place_once(
     paths: list[str], monkeypatch: pytest.MonkeyPatch, by_aio: bool, record: int | None
 ) -> None:
-    asked = request(record, 300) if record else None
+    wanted = records(record, 300) if record else None
     only(monkeypatch, lambda each: each.aio == by_aio)
     before = [Path(path).read_bytes() for path in paths]
     try:
-        disk = Disk(paths, 4 * MIB if asked is None else asked.total_bytes, request=asked, write=True)
+        disk = Disk(paths, 4 * MIB if wanted is None else wanted.total_bytes, request=wanted, write=True)
     except (ValueError, OSError, BenchError) as error:
         pytest.skip(f"no O_DIRECT or no kernel AIO here: {error}")
     (choice,) = disk._best.wins
@@ -112,9 +126,9 @@ def test_writes_reach_every_place_once(
         (np.frombuffer(Path(path).read_bytes(), np.uint8) != np.frombuffer(old, np.uint8)).reshape(-1, 4096).any(axis=1)
         for path, old in zip(paths, before, strict=True)
     ]
-    expected = [np.full(512, asked is None) for _ in paths]
-    if asked is not None:
-        for file, offset in zip(asked.file_index, asked.offsets, strict=True):
+    expected = [np.full(512, wanted is None) for _ in paths]
+    if wanted is not None:
+        for file, offset in zip(wanted.file_index, wanted.offsets, strict=True):
             expected[file][offset // 4096] = True
     assert all((mine == theirs).all() for mine, theirs in zip(changed, expected, strict=True))
 
@@ -148,14 +162,28 @@ def test_the_next_part_asks_what_the_first_one_found_and_its_own(
     assert len(seen) > 8, "another direction is another search"
 
 
+@pytest.mark.parametrize("record", [4096, 64 << 10])
+def test_so_it_does_of_records(paths: list[str], request: pytest.FixtureRequest, record: int) -> None:
+    first = Disk(paths, 4 * MIB, request=records(record, 16), own=(record, 3))
+    first.close()
+    asked: list[Arrangement] = request.getfixturevalue("asked")
+    Disk(paths, 4 * MIB, request=records(record, 8), own=(record, 5)).close()
+    assert set(first._best.wins) <= set(asked)
+    assert {(each.length, each.in_flight) for each in set(asked) - set(first._best.wins)} == {(record, 5)}
+    asked.clear()
+    Disk(paths, 4 * MIB, request=records(record // 2, 8)).close()
+    assert len(asked) >= 3, "records of another length are another search"
+    assert all(each.length == record // 2 for each in asked)
+
+
 def test_without_o_direct_or_kernel_aio_the_detail_says_so(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "_CALLS", {})
-    disk = Disk(paths, 4 * MIB, request=request(4096, 64))
+    disk = Disk(paths, 4 * MIB, request=records(4096, 64))
     assert "threads only: no kernel AIO call numbers are known" in disk.describe()
     disk.close()
     monkeypatch.setattr(cache, "refuses_direct", lambda path: "O_DIRECT is refused here (Invalid argument)")
-    for asked, kind in ((None, "preadv_cold"), (request(4096, 64), "pread_cold_records")):
-        disk = Disk(paths, MIB, request=asked)
+    for wanted, kind in ((None, "preadv_cold"), (records(4096, 64), "pread_cold_records")):
+        disk = Disk(paths, MIB, request=wanted)
         assert disk.kind == kind
         assert disk.sample() > 0
         assert "through the page cache: O_DIRECT is refused here" in disk.describe()
@@ -166,10 +194,8 @@ def test_without_o_direct_or_kernel_aio_the_detail_says_so(paths: list[str], mon
     ("record", "write", "blocks"), [(4096, False, False), (64 << 10, False, True), (64 << 10, True, False)]
 )
 def test_large_records_may_be_read_as_blocks(
-    paths: list[str], monkeypatch: pytest.MonkeyPatch, record: int, write: bool, blocks: bool
+    paths: list[str], asked: list[Arrangement], record: int, write: bool, blocks: bool
 ) -> None:
-    seen: list[Arrangement] = []
-    monkeypatch.setattr(ceilings_disk, "Best", lambda rate, choices, *rest: seen.extend(choices))
-    Disk(paths, 4 * MIB, request=request(record, 8), write=write).close()
-    assert any(each.records and each.length == record for each in seen)
-    assert any(not each.records for each in seen) == blocks
+    Disk(paths, 4 * MIB, request=records(record, 8), write=write).close()
+    assert any(each.records and each.length == record for each in asked)
+    assert any(not each.records for each in asked) == blocks
