@@ -17,5 +17,7 @@ def used_memory(nbytes: int) -> mmap.mmap:
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     piece = np.random.default_rng(0).integers(0, 256, min(nbytes, _PIECE_BYTES), dtype=np.uint8)
-    np.frombuffer(memory, dtype=np.uint8)[:] = np.resize(piece, nbytes)
+    view = np.frombuffer(memory, dtype=np.uint8)
+    for at in range(0, nbytes, len(piece)):
+        view[at : at + len(piece)] = piece[: nbytes - at]
     return memory
