@@ -40,6 +40,7 @@ MODULES = (
     "scenarios_layers",
     "scenarios_offload",
     "scenarios_giving_up",
+    "scenarios_made_ahead",
     "scenarios_faults",
     "scenarios_lifetime",
     "scenarios_windows",
