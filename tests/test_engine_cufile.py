@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,27 @@ def test_an_interrupted_submit_parks_every_read_that_began(
             if ended:
                 break
     assert began_to_read > 10, f"{n} events, hardly any while reads were under way"
+
+
+def test_no_other_thread_waits_for_a_list_of_reads(
+    fake: FakeKvikio, source: Source, two_groups: Any, monkeypatch: pytest.MonkeyPatch
+):
+    def lock_is_free() -> bool:
+        got = cufile_transfer.LOCK.acquire(blocking=False)
+        if got:
+            cufile_transfer.LOCK.release()
+        return got
+
+    with CuFileEngine("cpu") as engine, ThreadPoolExecutor(1) as other:
+        free: list[bool] = []
+
+        def listed(*fields: Any) -> cufile_transfer.Read:
+            free.append(other.submit(lock_is_free).result())
+            return cufile_transfer.Read(*fields)
+
+        monkeypatch.setattr(cufile, "Read", listed)
+        engine.submit([source], two_groups, fill(two_groups)).wait()
+    assert free == [True, True]
 
 
 def test_cancelling_what_is_complete_changes_nothing(fake: FakeKvikio, source: Source, two_groups: Any):

@@ -45,6 +45,9 @@ from gdsstream.stats_registry import keep_book, open_book
 _MAX_OPEN_FILES = 256
 _SETTINGS = ProcessSettings()
 
+# A file's `pread` and its arguments.
+Call = tuple[Any, ...]
+
 
 class CuFileEngine(Engine):
     """kvikio behind the engine contract; CUDA devices only.
@@ -171,6 +174,7 @@ class CuFileEngine(Engine):
         if not self._compat and self._counters is None:
             # Not earlier: cuFile has no statistics before kvikio opened its driver with the first file.
             self._counters = Counters()
+        reads, calls = self._list_reads(files, handles, plan, buffers)
         parked = Parked(self, tuple(buffers), list(handles.values()))
         # Until every read has begun, nobody may take the submission for one that is over.
         with LOCK:
@@ -178,27 +182,26 @@ class CuFileEngine(Engine):
             if self._book is not None:
                 self._book.activity.begin()
             self._counts["transfers"] += 1
-            self._issue(files, handles, plan, buffers, parked, transfer)
+            if self._settings.register_buffers:
+                self._register(buffers, parked)
+            self._issue(reads, calls, parked, transfer)
 
-    def _issue(
-        self,
-        files: Sequence[SourceFile],
-        handles: dict[int, Any],
-        plan: Extents,
-        buffers: Sequence[torch.Tensor],
-        parked: Parked,
-        transfer: CuFileTransfer,
-    ) -> None:
-        if self._settings.register_buffers:
-            self._register(buffers, parked)
-        columns = (plan.file, plan.file_offset, plan.nbytes, plan.buffer, plan.buffer_offset, plan.group)
+    def _list_reads(
+        self, files: Sequence[SourceFile], handles: dict[int, Any], plan: Extents, buffers: Sequence[torch.Tensor]
+    ) -> tuple[list[Read], list[Call]]:
+        """The reads of a plan, and the calls that begin them; no other thread's `wait` or sweep stands behind this."""
         reads: list[Read] = []
-        calls: list[tuple[Any, ...]] = []
+        calls: list[Call] = []
+        columns = (plan.file, plan.file_offset, plan.nbytes, plan.buffer, plan.buffer_offset, plan.group)
         for index, offset, nbytes, buffer, start, group in zip(*(column.tolist() for column in columns), strict=True):
             if nbytes:
                 reads.append(Read(files[index], handles[index], offset, nbytes, group, None))
                 view = buffers[buffer][start : start + nbytes]
                 calls.append((handles[index].pread, view, nbytes, offset, self._settings.task_size_bytes))
+        return reads, calls
+
+    def _issue(self, reads: Sequence[Read], calls: Sequence[Call], parked: Parked, transfer: CuFileTransfer) -> None:
+        """Begin the reads, under the lock."""
         failure: Exception | None = None
         started_ns = time.monotonic_ns()
         try:
