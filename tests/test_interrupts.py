@@ -21,7 +21,7 @@ from offload_support import assert_free, assert_same_step, deterministic, offloa
 from support import InterruptAt, random_bytes, source_of
 
 import gdsstream
-from gdsstream import binding, gates, layers, lease, lending, offloading, residency, saved, slots, sources
+from gdsstream import binding, gates, layers, lease, lending, mending, offloading, residency, saved, slots, sources
 from gdsstream.checkpoint import TensorSpec
 from gdsstream.engine import native
 from gdsstream.engine.base import Engine, Transfer
@@ -86,11 +86,11 @@ def use(streamer: gdsstream.LayerStreamer, layer: int) -> dict[str, torch.Tensor
         return {name: lease[name].clone() for name in lease}
 
 
-@pytest.mark.parametrize("act", ["lease", "release", "prefetch"])
+@pytest.mark.parametrize("act", ["lease", "release", "prefetch", "mend"])
 def test_a_streamer_that_was_interrupted_anywhere_goes_on(act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     write_layers(tmp_path / "model", 4)
-    modules = (layers, residency, slots, sources, native)
+    modules = (layers, mending, residency, slots, sources, native)
     n = changed = 0
     with gdsstream.LayerStreamer(
         tmp_path / "model", device="cpu", num_slots=2, backend="staged", num_threads=2, faults="delay_us=300"
@@ -102,7 +102,9 @@ def test_a_streamer_that_was_interrupted_anywhere_goes_on(act: str, tmp_path: Pa
             lease = streamer.layer(0) if act == "release" else None
             interrupt = InterruptAt(n, *modules)
             got: list[gdsstream.Lease] = []
-            if act == "lease":
+            if act == "mend":
+                streamer._mending.note(None)
+            if act in ("lease", "mend"):
                 more = interrupt.run(lambda: got.append(streamer.layer(2)))  # noqa: B023
             elif lease is not None:
                 more = interrupt.run(lease.release)
@@ -111,7 +113,7 @@ def test_a_streamer_that_was_interrupted_anywhere_goes_on(act: str, tmp_path: Pa
                 more = interrupt.run(lambda: streamer.prefetch(1))
             for one in got:
                 one.release()
-            changed += streamer._interrupted
+            changed += streamer._mending.needed
             # Both slots can be leased at once, and every layer has its bytes.
             with streamer.layer(1), streamer.layer(2):
                 pass
@@ -127,7 +129,7 @@ def test_a_streamer_that_was_interrupted_anywhere_goes_on(act: str, tmp_path: Pa
 # A step has some 7,000 such events.
 def test_an_offloaded_model_that_was_interrupted_anywhere_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    modules = (binding, gates, layers, lease, lending, native, offloading, residency, saved, slots, sources)
+    modules = (binding, gates, layers, lease, lending, mending, native, offloading, residency, saved, slots, sources)
     model, twin = twins(tmp_path, 4)
     n = 1
     with offloaded(model, tmp_path, num_slots=2) as handle:

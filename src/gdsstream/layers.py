@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -27,6 +27,7 @@ from gdsstream.errors import ConfigError, EngineClosedError, GdsStreamError, Lea
 from gdsstream.layout import Fuse, LayerLayout, Layers, layer_layouts
 from gdsstream.lease import Lease
 from gdsstream.makespan import choose_host_layers
+from gdsstream.mending import Mending, Unsettled
 from gdsstream.plan import ALIGNMENT_BYTES, Placement
 from gdsstream.residency import Residency
 from gdsstream.schedule import Order
@@ -37,15 +38,6 @@ from gdsstream.telemetry import NOISE_S, Cause, Meter, StreamStats
 # What the host tier is chosen by before anything was measured: only the ratio matters.
 _ASSUMED_HOST_BYTES_PER_S = 50e9
 _ASSUMED_STORAGE_BYTES_PER_S = 5e9
-_POLL_S = 0.0005
-
-
-class _Leases(NamedTuple):
-    """What a slot's leases have to count behind a change that was interrupted, and the lease that it was to end."""
-
-    slot: Slot
-    leases: int
-    ending: Lease | None = None
 
 
 class LayerStreamer:
@@ -104,14 +96,13 @@ class LayerStreamer:
         # For those who keep every lease until its end: one that an interrupt took on its way to them is ended, where
         # LeaseError would be raised. What others dropped may be in use by its tensors.
         self.reclaims_lost_leases = False
-        self._interrupted = False
-        self._unsettled: list[_Leases] = []  # by interrupts
         declared = self._check_order(order)
         self._ring = SlotRing(num_slots, self.slot_bytes, self.device, debug=debug)
         self._sources = LayerSources(self.checkpoint, self._layouts, self.device, settings)
         try:
             self._sources.keep_in_host_memory(self._choose_host_layers(declared))
             self._residency = Residency(declared, self._depth, self._ring, self._sources, self._meter)
+            self._mending = Mending(self._ring, self._residency, self._sources.engine)
             self._residency.issue_ahead()
         except BaseException:
             self.close()
@@ -160,16 +151,16 @@ class LayerStreamer:
         started = time.perf_counter()
         layout = self._layout(layer)
         chosen = None if experts is None else frozenset(experts)
-        undo: _Leases | None = None
+        undo: Unsettled | None = None
         try:
             with self._lock:
                 self._check_usable()
-                self._mend()
+                self._mending.mend()
                 slot = next((s for s in self._ring.slots if s.leases and s.holds(layer, chosen)), None)
                 cause: Cause | None = None
                 if slot is None:
                     slot, cause = self._take(layer, chosen)
-                undo = _Leases(slot, slot.leases)
+                undo = Unsettled(slot, slot.leases)
                 self._ring.lease(slot)
                 lease = Lease(self, slot, layout, cause)
                 slot.holders[id(lease)] = lease
@@ -179,7 +170,7 @@ class LayerStreamer:
         except GdsStreamError:
             raise
         except BaseException:
-            self._note_interrupt(undo)
+            self._mending.note(undo)
             raise
 
     def prefetch(self, layer: int) -> None:
@@ -293,19 +284,19 @@ class LayerStreamer:
                 lease.released = True
             if lease.released:
                 return
-            redo: _Leases | None = None
+            redo: Unsettled | None = None
             try:
-                self._mend()
+                self._mending.mend()
                 if lease.released:
                     return
-                redo = _Leases(lease.held, lease.held.leases - 1, lease)
+                redo = Unsettled(lease.held, lease.held.leases - 1, lease)
                 lease.released = True
                 lease.held.holders.pop(id(lease), None)
                 self._ring.release(lease.held)
                 self._residency.released()
                 self._meter.spent(time.perf_counter() - started)
             except BaseException:
-                self._note_interrupt(redo)
+                self._mending.note(redo)
                 raise
 
     def _take(self, layer: int, experts: frozenset[int] | None) -> tuple[Slot, Cause | None]:
@@ -318,39 +309,13 @@ class LayerStreamer:
 
     def _plan_from(self, step: int, order: Order | None = None) -> None:
         try:
-            self._mend()
+            self._mending.mend()
             if order is not None or step != self._residency.position:
                 self._residency.restart(step, order)
             self._residency.issue_ahead()
         except BaseException:
-            self._note_interrupt(None)
+            self._mending.note(None)
             raise
-
-    def _note_interrupt(self, unsettled: _Leases | None) -> None:
-        if unsettled is not None:
-            self._unsettled.append(unsettled)
-        self._interrupted = True
-
-    def _mend(self) -> None:
-        """Go on behind an interrupt (Ctrl-C) that came anywhere in a change.
-
-        A lease that nobody got does not count, one that was to end has ended, and slots without leases are read anew.
-        """
-        if not self._interrupted:
-            return
-        for slot, leases, ending in self._unsettled:
-            slot.leases = leases
-            if ending is not None:
-                ending.released = True
-        # The transfer of a read that was just being submitted may be nobody's, or a traceback's.
-        while not self._sources.engine.idle():
-            time.sleep(_POLL_S)
-        for slot in self._ring.slots:
-            if not slot.leases:
-                self._ring.forget(slot)
-        self._residency.restart(self._residency.position)
-        self._unsettled.clear()
-        self._interrupted = False
 
     def _link_bound(self, blocked_s: float) -> bool:
         """Whether readers waited for staging slots, and so for the link, for most of the time that we were blocked."""
