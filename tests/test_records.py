@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdsstream.errors import ConfigError, DatasetError
-from gdsstream.header import FileStamp
 from gdsstream.records import PLACED, RAGGED, REFUSED, STRIDED, Column, Field, RecordTable, Shard
+from gdsstream.regular_files import FileStamp
 
 
 def words(*values: int) -> Any:

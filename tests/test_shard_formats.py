@@ -33,8 +33,8 @@ from gdsstream.errors import (
     HeaderError,
     TruncatedFileError,
 )
-from gdsstream.header import FileStamp
 from gdsstream.records import Column, Field, RecordTable, Shard
+from gdsstream.regular_files import FileStamp
 from gdsstream.shard_formats import ShardFormat
 from gdsstream.shard_npy import ShardFile
 

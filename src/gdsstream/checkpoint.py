@@ -19,18 +19,8 @@ from gdsstream.errors import (
     HeaderError,
     TensorNotFoundError,
 )
-from gdsstream.header import (
-    MAX_HEADER_BYTES,
-    CheckpointFile,
-    FileStamp,
-    PathLike,
-    TensorSpec,
-    quote,
-    read_file,
-    read_index,
-    refusal,
-    status_of,
-)
+from gdsstream.header import MAX_HEADER_BYTES, CheckpointFile, TensorSpec, read_file, read_index
+from gdsstream.regular_files import FileStamp, PathLike, quote, refusal, status_of
 
 Part: TypeAlias = tuple[CheckpointFile, list[TensorSpec]]
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -16,26 +16,15 @@ longer way through `_entry`, which knows how to name what is wrong. Specs come i
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import posixpath
-import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gdsstream.dtypes import DTYPES, DtypeInfo, torch_dtype, torch_shape
-from gdsstream.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DtypeError,
-    HeaderError,
-    ReadError,
-    TruncatedFileError,
-)
+from gdsstream.errors import DtypeError, HeaderError, TruncatedFileError
+from gdsstream.regular_files import FileStamp, opened, quote, read_at
 
 if TYPE_CHECKING:
     import torch
@@ -47,27 +36,7 @@ _FIRST_READ = 64 * 1024  # most headers arrive with their length, in one read
 _MAX_SIZE = 2**63 - 1
 _MAX_DEPTH = 128  # levels of JSON that safetensors reads
 
-PathLike: TypeAlias = str | os.PathLike[str]
 _Entry: TypeAlias = tuple[Any, Any, str, tuple[Any, ...]]  # begin, end, dtype, shape; numbers not yet checked
-
-
-class FileStamp(NamedTuple):
-    """Which file, in which state: two stamps differ once a file was replaced, truncated or rewritten."""
-
-    device: int
-    inode: int
-    size: int  # bytes
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, file: int | PathLike) -> FileStamp:
-        """The stamp of an open descriptor or of a path, of the target where it is a link. Raises OSError."""
-        return cls._from(os.stat(file))
-
-    @classmethod
-    def _from(cls, status: os.stat_result) -> FileStamp:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class TensorSpec(NamedTuple):
@@ -106,80 +75,10 @@ class CheckpointFile(NamedTuple):
     metadata: dict[str, str] | None
 
 
-def quote(name: object) -> str:
-    text = repr(name)
-    return text if len(text) <= 256 else f"{text[:256]}... ({len(text)} characters)"
-
-
-def refusal(path: str, error: OSError | ValueError) -> CheckpointError:
-    if isinstance(error, ValueError):  # a NUL or a lone surrogate, which no file name has
-        return CheckpointNotFoundError(f"{path!r} cannot be a file name: {error}")
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        if os.path.islink(path):
-            return CheckpointNotFoundError(f"{path} is a link to {os.readlink(path)}, which does not exist")
-        return CheckpointNotFoundError(f"{path} does not exist")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return CheckpointError(f"{path}: no permission to read it; change its mode or owner, or run as another user")
-    return CheckpointError(f"{path} cannot be opened: {error.strerror}")
-
-
-def status_of(path: str) -> os.stat_result:
-    try:
-        return os.stat(path)
-    except (OSError, ValueError) as error:
-        raise refusal(path, error) from error
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[tuple[int, FileStamp]]:
-    """A descriptor of a regular file and its stamp, closed at the end."""
-    # Asked before it is opened, since opening a device can have effects; without blocking, since it may change between.
-    _require_regular(path, status_of(path))
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        raise refusal(path, error) from error
-    try:
-        status = os.fstat(descriptor)
-        _require_regular(path, status)
-        yield descriptor, FileStamp._from(status)
-    finally:
-        os.close(descriptor)
-
-
-def _require_regular(path: str, status: os.stat_result) -> None:
-    kinds = {
-        stat.S_IFDIR: "a directory; open it alone, or name the files in it",
-        stat.S_IFIFO: "a pipe; copy what it brings to a file first",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device; open a file on it",
-    }
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(
-            f"{path} is no regular file but {kinds.get(stat.S_IFMT(status.st_mode), 'something else')}"
-        )
-
-
-def _pread(descriptor: int, path: str, nbytes: int, offset: int) -> bytes:
-    parts: list[bytes] = []
-    while nbytes:
-        try:
-            part = os.pread(descriptor, nbytes, offset)
-        except OSError as error:
-            raise ReadError(f"{path}: reading at byte {offset} failed: {error.strerror}", error.errno) from error
-        if not part:
-            raise TruncatedFileError(f"{path} was truncated to {offset} bytes while it was read; write it again")
-        parts.append(part)
-        offset += len(part)
-        nbytes -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 def _read_header(path: str) -> tuple[FileStamp, bytes]:
     """The file's stamp and the header's JSON, of which only length and first character are checked."""
-    with _opened(path) as (descriptor, stamp):
-        first = _pread(descriptor, path, min(stamp.size, _FIRST_READ), 0)
+    with opened(path) as (descriptor, stamp):
+        first = read_at(descriptor, path, min(stamp.size, _FIRST_READ), 0)
         if stamp.size < _LENGTH_BYTES:
             raise TruncatedFileError(
                 f"{path} has {stamp.size} bytes, where a safetensors file begins with 8 bytes of header length; "
@@ -201,7 +100,7 @@ def _read_header(path: str) -> tuple[FileStamp, bytes]:
         if length == 0 or first[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
             raise HeaderError(f"{path}: the header has to start with '{{'; this is no safetensors file")
         end = _LENGTH_BYTES + length
-        rest = _pread(descriptor, path, end - len(first), len(first)) if end > len(first) else b""
+        rest = read_at(descriptor, path, end - len(first), len(first)) if end > len(first) else b""
         return stamp, first[_LENGTH_BYTES:end] + rest
 
 
@@ -368,10 +267,10 @@ def read_file(path: str, file: int) -> tuple[CheckpointFile, list[TensorSpec]]:
 
 def read_index(path: str) -> dict[str, dict[str, None]]:
     """The names that an index gives to each shard, whose path is relative to the index."""
-    with _opened(path) as (descriptor, stamp):
+    with opened(path) as (descriptor, stamp):
         if stamp.size > MAX_HEADER_BYTES:
             raise HeaderError(f"{path} has {stamp.size} bytes, more than an index can have ({MAX_HEADER_BYTES})")
-        raw = _pread(descriptor, path, stamp.size, 0) if stamp.size else b""
+        raw = read_at(descriptor, path, stamp.size, 0) if stamp.size else b""
     weight_map = parse_table(path, raw).get("weight_map")
     if not isinstance(weight_map, dict):
         raise HeaderError(f"{path}: an index has to have a weight_map from tensor names to file names")
@@ -388,14 +287,9 @@ def read_index(path: str) -> dict[str, dict[str, None]]:
 __all__ = [
     "MAX_HEADER_BYTES",
     "CheckpointFile",
-    "FileStamp",
-    "PathLike",
     "TensorSpec",
     "checked_specs",
     "parse_table",
-    "quote",
     "read_file",
     "read_index",
-    "refusal",
-    "status_of",
 ]

@@ -28,10 +28,11 @@ from gdsstream.engine import Engine, Transfer, merge, open_engine
 from gdsstream.engine.base import SourceFile
 from gdsstream.engine.native import NativeEngine, check_records
 from gdsstream.errors import BackendUnavailableError, ConfigError, ReadError
-from gdsstream.header import CheckpointFile, FileStamp, TensorSpec
+from gdsstream.header import CheckpointFile, TensorSpec
 from gdsstream.notices import say_once
 from gdsstream.plan import ReadPlan, plan_separate
 from gdsstream.proofs import proven
+from gdsstream.regular_files import FileStamp
 from gdsstream.sidecar import LoadCheck
 from gdsstream.views import map_tensors
 

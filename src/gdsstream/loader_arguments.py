@@ -11,7 +11,7 @@ import torch
 from gdsstream.batches import FieldFormat
 from gdsstream.config import StreamConfig, nearest
 from gdsstream.errors import ConfigError
-from gdsstream.header import PathLike
+from gdsstream.regular_files import PathLike
 from gdsstream.sampling import Partition, checked_shuffle
 from gdsstream.shards import ShardDataset
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from gdsstream.batch_reader import BatchReader, Flight
 from gdsstream.errors import ReadError
-from gdsstream.header import FileStamp
 from gdsstream.open_files import OpenFiles
 from gdsstream.records import Located, RecordTable
+from gdsstream.regular_files import FileStamp
 
 log = logging.getLogger(__name__)
 

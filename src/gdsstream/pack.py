@@ -36,11 +36,11 @@ from gdsstream.config import StreamConfig
 from gdsstream.devices import parse_device
 from gdsstream.engine import Engine, merge
 from gdsstream.errors import CheckpointError, ConfigError, WriteError
-from gdsstream.header import PathLike
 from gdsstream.layout import Layers
 from gdsstream.load import shared_engine
 from gdsstream.packing import PackedFile, arrange
 from gdsstream.portions import CPU_PORTION_BYTES, Source, read_portions
+from gdsstream.regular_files import PathLike
 from gdsstream.sidecar import SIDECAR_NAME, FileRecord, TensorRecord, to_json
 from gdsstream.writer import BLOCK_BYTES, write_file
 

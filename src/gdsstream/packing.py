@@ -22,8 +22,9 @@ from fnmatch import fnmatchcase
 from gdsstream.checkpoint import Checkpoint
 from gdsstream.dtypes import DTYPES
 from gdsstream.errors import ConfigError
-from gdsstream.header import TensorSpec, quote
+from gdsstream.header import TensorSpec
 from gdsstream.layout import WEIGHT_ALIGNMENT_BYTES, Layers, find_pattern, fused_experts
+from gdsstream.regular_files import quote
 from gdsstream.save import build_header
 
 REST_NAME = "model-rest.safetensors"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gdsstream.dtypes import DTYPES, torch_dtype
 from gdsstream.errors import ConfigError, DatasetError, DtypeError
-from gdsstream.header import FileStamp, quote
+from gdsstream.regular_files import FileStamp, quote
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdsstream.errors import ConfigError, ReadError
-from gdsstream.header import FileStamp
+from gdsstream.regular_files import FileStamp
 from gdsstream.storage import residency
 
 #: Files are used in whole MiB, so that every read is aligned.

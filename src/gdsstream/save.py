@@ -31,7 +31,8 @@ from gdsstream.errors import (
     MemoryBudgetError,
     TransferCancelledError,
 )
-from gdsstream.header import MAX_HEADER_BYTES, PathLike, quote
+from gdsstream.header import MAX_HEADER_BYTES
+from gdsstream.regular_files import PathLike, quote
 from gdsstream.writer import write_file
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,9 @@ import torch
 
 from gdsstream.dtypes import DTYPES, torch_shape
 from gdsstream.errors import ConfigError, DatasetError, DtypeError, TruncatedFileError
-from gdsstream.header import TensorSpec, quote, read_file
+from gdsstream.header import TensorSpec, read_file
 from gdsstream.records import RAGGED, STRIDED, Column, Shard, Words
+from gdsstream.regular_files import quote
 from gdsstream.shard_npy import ShardFile, read_npy
 from gdsstream.shard_tar import read_tar
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from gdsstream.dtypes import DTYPES
 from gdsstream.errors import CheckpointError, DatasetError, HeaderError, ReadError, TruncatedFileError
-from gdsstream.header import FileStamp, quote, refusal
 from gdsstream.records import STRIDED, Column, Shard
+from gdsstream.regular_files import FileStamp, quote, refusal
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 20

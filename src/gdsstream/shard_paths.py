@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gdsstream.errors import CheckpointError, ConfigError, DatasetError
-from gdsstream.header import FileStamp, PathLike, status_of
+from gdsstream.regular_files import FileStamp, PathLike, status_of
 from gdsstream.shard_formats import EXTENSIONS, FORMATS
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz", ".npz")

@@ -25,8 +25,9 @@ from gdsstream.dtypes import torch_shape
 from gdsstream.errors import DatasetError, DtypeError, HeaderError, TruncatedFileError
 
 # A member is a safetensors file within another, which `header.read_file` does not take.
-from gdsstream.header import MAX_HEADER_BYTES, checked_specs, parse_table, quote
+from gdsstream.header import MAX_HEADER_BYTES, checked_specs, parse_table
 from gdsstream.records import PLACED, RAGGED, REFUSED, Column, Shard
+from gdsstream.regular_files import quote
 from gdsstream.shard_npy import ShardFile, npy_header
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,11 @@ from gdsstream.devices import allocate
 from gdsstream.engine.base import SourceFile
 from gdsstream.engine.native import NativeEngine
 from gdsstream.errors import ConfigError
-from gdsstream.header import CheckpointFile, PathLike
+from gdsstream.header import CheckpointFile
 from gdsstream.load import as_bytes, collection_paused, shared_engine
 from gdsstream.plan import ReadPlan
 from gdsstream.records import Field, Located, RecordTable
+from gdsstream.regular_files import PathLike
 from gdsstream.shard_formats import ShardFormat
 from gdsstream.shard_index import read_shards
 from gdsstream.shard_paths import find_shards

@@ -26,7 +26,8 @@ import torch
 
 from gdsstream.checksum import ALGORITHM, Piece, finish, partial_sums
 from gdsstream.errors import CheckpointError, CheckpointNotFoundError, ChecksumError
-from gdsstream.header import TensorSpec, quote, refusal
+from gdsstream.header import TensorSpec
+from gdsstream.regular_files import quote, refusal
 
 SIDECAR_NAME = "model.safetensors.checksums.json"
 

@@ -24,9 +24,10 @@ from gdsstream.config import StreamConfig
 from gdsstream.devices import default_device, parse_device
 from gdsstream.engine import merge
 from gdsstream.errors import CheckpointError, ReadError
-from gdsstream.header import CheckpointFile, PathLike, TensorSpec, read_file, status_of
+from gdsstream.header import CheckpointFile, TensorSpec, read_file
 from gdsstream.load import shared_engine
 from gdsstream.portions import Portion, Source, read_portions
+from gdsstream.regular_files import PathLike, status_of
 from gdsstream.sidecar import SIDECAR_NAME, Difference, FileRecord, difference, hex_of, read_sidecar
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

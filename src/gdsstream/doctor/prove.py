@@ -17,9 +17,9 @@ from gdsstream.devices import allocate
 from gdsstream.engine.cufile import CuFileEngine
 from gdsstream.engine.kvikio_process import Counters, CuFileSettings
 from gdsstream.errors import ConfigError, ReadError
-from gdsstream.header import FileStamp
 from gdsstream.plan import build_plan
 from gdsstream.proofs import GdsProof, store_gds_proof
+from gdsstream.regular_files import FileStamp
 from gdsstream.storage import StorageInfo
 
 # From kvikio's threshold for cuFile on; and enough for several tasks of every thread.
