@@ -22,6 +22,7 @@ from typing import TypeAlias
 from gdsstream.checkpoint import Checkpoint, TensorSpec
 from gdsstream.errors import CheckpointError, ConfigError, TensorNotFoundError
 from gdsstream.plan import Fused, Placement, ReadPlan, Row, build_plan, plan_packed
+from gdsstream.regular_files import quote
 
 Layers: TypeAlias = str | Mapping[int, Iterable[str]] | None
 Fuse: TypeAlias = str | Callable[[Mapping[str, TensorSpec]], Mapping[str, Fused]] | Mapping[str, Fused] | None
@@ -147,10 +148,17 @@ def _members(checkpoint: Checkpoint, layers: Layers) -> tuple[str, list[dict[str
         _check_numbers(checkpoint, sorted(layers), "the mapping")
         return "", [{spec.name: spec for spec in checkpoint.select(list(layers[i]))} for i in range(len(layers))]
     pattern = find_pattern(checkpoint.tensors) if layers is None else layers
+    found = numbered_layers(checkpoint, pattern)
+    _check_numbers(checkpoint, sorted(found), repr(pattern))
+    return pattern, [found[index] for index in range(len(found))]
+
+
+def numbered_layers(checkpoint: Checkpoint, pattern: str) -> dict[int, dict[str, TensorSpec]]:
+    """The tensors of each layer, by number and by their names inside it. Raises ConfigError where there are none."""
     if pattern.count("{i}") != 1:
         raise ConfigError(f'layers={pattern!r} has to contain {{i}} once, as "model.layers.{{i}}." does')
     before, after = pattern.split("{i}")
-    expression = re.compile(re.escape(before) + r"(\d+)" + re.escape(after))
+    expression = re.compile(re.escape(before) + r"(\d+)" + re.escape(after), re.ASCII)
     found: dict[int, dict[str, TensorSpec]] = {}
     for name, spec in checkpoint.tensors.items():
         match = expression.match(name)
@@ -159,11 +167,10 @@ def _members(checkpoint: Checkpoint, layers: Layers) -> tuple[str, list[dict[str
     if not found:
         example = next(iter(checkpoint.tensors), None)
         raise ConfigError(
-            f"{checkpoint.path}: no tensor's name begins with {pattern!r}"
-            + (f"; one is named {example!r}" if example is not None else "; it has no tensors at all")
+            f"{checkpoint.path}: no tensor's name begins with {quote(pattern)}; "
+            + (f"one is named {quote(example)}" if example is not None else "it has no tensors at all")
         )
-    _check_numbers(checkpoint, sorted(found), repr(pattern))
-    return pattern, [found[index] for index in range(len(found))]
+    return found
 
 
 def _check_numbers(checkpoint: Checkpoint, numbers: Sequence[int], what: str) -> None:
@@ -214,18 +221,23 @@ def _fused(stored: Mapping[str, TensorSpec], fuse: Fuse) -> Mapping[str, Fused]:
     return fused_experts(stored)
 
 
-def fused_experts(stored: Mapping[str, TensorSpec]) -> dict[str, Fused]:
-    """Per-expert matrices as two stacks for each set of experts: `<base>.gate_up_proj` and `<base>.down_proj`.
-
-    Only whole sets are fused: experts 0 to E-1, each with its three matrices of one shape and dtype.
-    """
+def expert_sets(stored: Mapping[str, TensorSpec]) -> dict[str, dict[int, dict[str, TensorSpec]]]:
+    """The tensors of numbered experts: by what their names begin with, by number, and by the rest of the name."""
     sets: dict[str, dict[int, dict[str, TensorSpec]]] = {}
     for name, spec in stored.items():
         match = _EXPERT.match(name)
         if match is not None:
             sets.setdefault(match["base"], {}).setdefault(int(match["index"]), {})[match["rest"]] = spec
+    return sets
+
+
+def fused_experts(stored: Mapping[str, TensorSpec]) -> dict[str, Fused]:
+    """Per-expert matrices as two stacks for each set of experts: `<base>.gate_up_proj` and `<base>.down_proj`.
+
+    Only whole sets are fused: experts 0 to E-1, each with its three matrices of one shape and dtype.
+    """
     result: dict[str, Fused] = {}
-    for base, experts in sets.items():
+    for base, experts in expert_sets(stored).items():
         for gate, up, down in _EXPERT_MATRICES:
             if _is_whole(experts, (gate, up, down)):
                 count = len(experts)
@@ -250,4 +262,13 @@ def _is_stack(name: str, spec: TensorSpec) -> bool:
     return "experts." in name and len(spec.shape) == 3
 
 
-__all__ = ["Fuse", "LayerLayout", "Layers", "find_pattern", "fused_experts", "layer_layouts"]
+__all__ = [
+    "Fuse",
+    "LayerLayout",
+    "Layers",
+    "expert_sets",
+    "find_pattern",
+    "fused_experts",
+    "layer_layouts",
+    "numbered_layers",
+]

@@ -15,7 +15,7 @@ import torch
 
 from gdsstream.checkpoint import TensorSpec, torch_dtype
 from gdsstream.errors import ConfigError
-from gdsstream.layout import Fuse, fused_experts
+from gdsstream.layout import Fuse, expert_sets, fused_experts
 from gdsstream.plan import Fused
 
 Rename = Callable[[str], str | None]
@@ -26,7 +26,6 @@ _ROOT = "base_model.model."
 _ALIASES = (("mlp.", "block_sparse_moe."), ("block_sparse_moe.", "mlp."))
 # A quantised weight's companions are named "weight.absmax", or "weight_scale".
 _JOINTS = (".", "_")
-_EXPERT = re.compile(r"^(?P<base>.*experts)\.(?P<index>\d+)\.(?P<rest>.+)$")
 _STACKS = (
     ("gate_up_proj", ("gate_proj.weight", "up_proj.weight")),
     ("down_proj", ("down_proj.weight",)),
@@ -120,13 +119,8 @@ def _fused(specs: Mapping[str, TensorSpec], fuse: Fuse, quantised: bool) -> Mapp
 def fused_quantised_experts(stored: Mapping[str, TensorSpec]) -> dict[str, Fused]:
     """As `layout.fused_experts`, where matrices have companions: a stack of the packed weights, and one with a row for
     each matrix of every companion that all of them have."""
-    sets: dict[str, dict[int, dict[str, TensorSpec]]] = {}
-    for name, spec in stored.items():
-        match = _EXPERT.match(name)
-        if match is not None:
-            sets.setdefault(match["base"], {}).setdefault(int(match["index"]), {})[match["rest"]] = spec
     result: dict[str, Fused] = {}
-    for base, experts in sets.items():
+    for base, experts in expert_sets(stored).items():
         for stack, matrices in _STACKS:
             starts = tuple(matrices[0] + joint for joint in _JOINTS)
             suffixes = [rest.removeprefix(matrices[0]) for rest in experts.get(0, {}) if rest.startswith(starts)]

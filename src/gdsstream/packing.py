@@ -14,7 +14,6 @@ who read it in groups, or only parts of it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,8 +22,7 @@ from gdsstream.checkpoint import Checkpoint
 from gdsstream.dtypes import DTYPES
 from gdsstream.errors import ConfigError
 from gdsstream.header import TensorSpec
-from gdsstream.layout import WEIGHT_ALIGNMENT_BYTES, Layers, find_pattern, fused_experts
-from gdsstream.regular_files import quote
+from gdsstream.layout import WEIGHT_ALIGNMENT_BYTES, Layers, find_pattern, fused_experts, numbered_layers
 from gdsstream.save import build_header
 
 REST_NAME = "model-rest.safetensors"
@@ -93,25 +91,11 @@ def _members(checkpoint: Checkpoint, layers: Layers) -> tuple[str, dict[int, dic
     """The tensors of each layer by their names inside it."""
     if isinstance(layers, Mapping):
         return "", {number: {spec.name: spec for spec in checkpoint.select(names)} for number, names in layers.items()}
-    if layers is None:
-        try:
-            pattern = find_pattern(checkpoint.tensors)
-        except ConfigError:
-            return "", {}
-    else:
-        pattern = layers
-        if pattern.count("{i}") != 1:
-            raise ConfigError(f'layers={pattern!r} has to contain {{i}} once, as "model.layers.{{i}}." does')
-    before, after = pattern.split("{i}")
-    expression = re.compile(re.escape(before) + r"(\d+)" + re.escape(after), re.ASCII)
-    members: dict[int, dict[str, TensorSpec]] = {}
-    for name, spec in checkpoint.tensors.items():
-        match = expression.match(name)
-        if match is not None:
-            members.setdefault(int(match[1]), {})[name[match.end() :]] = spec
-    if not members:
-        raise ConfigError(f"{checkpoint.path}: no tensor's name begins with {quote(pattern)}; pass another pattern")
-    return pattern, members
+    try:
+        pattern = find_pattern(checkpoint.tensors) if layers is None else layers
+    except ConfigError:
+        return "", {}
+    return pattern, numbered_layers(checkpoint, pattern)
 
 
 def _ordered_layer(stored: Mapping[str, TensorSpec]) -> list[TensorSpec]:

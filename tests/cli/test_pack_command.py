@@ -133,7 +133,11 @@ def test_exit_codes(run: Run, packed: Path) -> None:
         (("verify", "source"), 3, "has no model.safetensors.checksums.json"),
         (("pack", "source", "packed"), 3, "is not empty"),
         (("pack", "source", "source/inside"), 3, "inside of the source"),
-        (("pack", "source", "out", "--layers", "h.{i}."), 3, "pass another pattern"),
+        (
+            ("pack", "source", "out", "--layers", "h.{i}."),
+            3,
+            "no tensor's name begins with 'h.{i}.'; one is named 'model.",
+        ),
         (("verify", "packed", "--device", "tpu"), 3, "device 'tpu'"),
     ):
         result = run(*arguments)
