@@ -28,7 +28,7 @@ from gdsstream.config import StreamConfig, parse_flag
 from gdsstream.devices import device_name
 from gdsstream.errors import ConfigError, WriteError
 from gdsstream.notices import say_once
-from gdsstream.small_files import replace_text
+from gdsstream.small_files import config_folder, replace_text
 from gdsstream.storage import Mount, find_mount
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,7 @@ class Profile:
 
 def profiles_folder() -> Path:
     """Where profiles are kept."""
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
-    return Path(config) / "gdsstream" / "profiles"
+    return config_folder() / "profiles"
 
 
 def here(path: str | os.PathLike[str], device: torch.device) -> Here | None:

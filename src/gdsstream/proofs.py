@@ -19,7 +19,7 @@ from typing import Any
 
 from gdsstream.errors import ReadError
 from gdsstream.notices import say_once
-from gdsstream.small_files import replace_text
+from gdsstream.small_files import cache_folder, replace_text
 from gdsstream.storage import find_mount, read_mounts
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,7 @@ class GdsProof:
 
 def proofs_path() -> Path:
     """Where proofs are kept: $XDG_CACHE_HOME (else ~/.cache)/gdsstream/gds-proofs.json."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "gdsstream" / "gds-proofs.json"
+    return cache_folder() / "gds-proofs.json"
 
 
 def gds_proof(mount_point: str, *, procfs: str = "/proc") -> GdsProof | None:

@@ -30,6 +30,7 @@ from gdsstream.notices import say_once
 from gdsstream.records import KINDS, Column, Shard, Words
 from gdsstream.shard_formats import ShardFormat
 from gdsstream.shard_paths import ShardPath
+from gdsstream.small_files import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +103,9 @@ def index_name(format: ShardFormat) -> str:
 
 def index_paths(directory: str, format: ShardFormat) -> tuple[str, str]:
     """Where the index of a directory is looked for: beside the data, then in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     digest = hashlib.blake2b(os.path.realpath(directory).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     name = index_name(format)
-    return os.path.join(directory, name), os.path.join(cache, "gdsstream", f"shards-{digest}-{name[1:]}")
+    return os.path.join(directory, name), str(cache_folder() / f"shards-{digest}-{name[1:]}")
 
 
 # --- reading it -----------------------------------------------------------------------------------------------------

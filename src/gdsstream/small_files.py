@@ -1,10 +1,24 @@
-"""Small files that are replaced whole: readers see the old one or the new one."""
+"""Small files of the user's: where they are kept, and how they are replaced. Readers see the old one or the new one."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: $XDG_CACHE_HOME (else ~/.cache)/gdsstream."""
+    return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def config_folder() -> Path:
+    """Where settings are kept: $XDG_CONFIG_HOME (else ~/.config)/gdsstream."""
+    return _user_folder("XDG_CONFIG_HOME", ".config")
+
+
+def _user_folder(variable: str, below_home: str) -> Path:
+    return Path(os.environ.get(variable) or os.path.join(os.path.expanduser("~"), below_home)) / "gdsstream"
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -20,4 +34,4 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
-__all__ = ["replace_text"]
+__all__ = ["cache_folder", "config_folder", "replace_text"]
