@@ -25,6 +25,7 @@ from shard_files import (
     write_tokens,
 )
 
+from gdsstream import shard_npy
 from gdsstream.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -34,9 +35,8 @@ from gdsstream.errors import (
     TruncatedFileError,
 )
 from gdsstream.records import Column, Field, RecordTable, Shard
-from gdsstream.regular_files import FileStamp
+from gdsstream.regular_files import FileStamp, read_at
 from gdsstream.shard_formats import ShardFormat
-from gdsstream.shard_npy import ShardFile
 
 
 def read(path: Path, **options: Any) -> Shard:
@@ -499,9 +499,13 @@ def test_damaged_members_are_refused_by_name(
 
 def test_payloads_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "a.tar", [{"x.npy": np.zeros(1_000_000), "bin": bytes(3_000_000)} for _ in range(5)])
-    total = []
-    pread = ShardFile._pread
-    monkeypatch.setattr(ShardFile, "_pread", lambda file, at, n: (total.append(n), pread(file, at, n))[1])
+    total: list[int] = []
+
+    def counted(descriptor: int, path: str, nbytes: int, offset: int) -> bytes:
+        total.append(nbytes)
+        return read_at(descriptor, path, nbytes, offset)
+
+    monkeypatch.setattr(shard_npy, "read_at", counted)
     assert read(path).num_records == 5
     assert 0 < sum(total) < 100_000
 

@@ -20,7 +20,7 @@ from gdsstream.errors import (
     TensorNotFoundError,
 )
 from gdsstream.header import MAX_HEADER_BYTES, CheckpointFile, TensorSpec, read_file, read_index
-from gdsstream.regular_files import FileStamp, PathLike, quote, refusal, status_of
+from gdsstream.regular_files import FileStamp, PathLike, absolute, quote, refusal, status_of
 
 Part: TypeAlias = tuple[CheckpointFile, list[TensorSpec]]
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -153,11 +153,9 @@ def _of_index(index: str) -> Iterator[Part]:
 
 
 def _absolute(path: PathLike) -> str:
-    # A later read must not depend on the working directory. Not abspath: it would take ".." behind a link literally.
     if not isinstance(path, str | bytes | os.PathLike):
         raise ConfigError(f"a checkpoint path is a string or os.PathLike, not {type(path).__name__}")
-    name = os.fsdecode(path)
-    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+    return absolute(path)
 
 
 def _in_directory(directory: str) -> list[str]:

@@ -75,10 +75,19 @@ class CheckpointFile(NamedTuple):
     metadata: dict[str, str] | None
 
 
+def _read_exactly(descriptor: int, path: str, nbytes: int, offset: int) -> bytes:
+    """Bytes that the file had when it was opened."""
+    found = read_at(descriptor, path, nbytes, offset)
+    if len(found) < nbytes:
+        end = offset + len(found)
+        raise TruncatedFileError(f"{path} was truncated to {end} bytes while it was read; write it again")
+    return found
+
+
 def _read_header(path: str) -> tuple[FileStamp, bytes]:
     """The file's stamp and the header's JSON, of which only length and first character are checked."""
     with opened(path) as (descriptor, stamp):
-        first = read_at(descriptor, path, min(stamp.size, _FIRST_READ), 0)
+        first = _read_exactly(descriptor, path, min(stamp.size, _FIRST_READ), 0)
         if stamp.size < _LENGTH_BYTES:
             raise TruncatedFileError(
                 f"{path} has {stamp.size} bytes, where a safetensors file begins with 8 bytes of header length; "
@@ -100,7 +109,7 @@ def _read_header(path: str) -> tuple[FileStamp, bytes]:
         if length == 0 or first[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
             raise HeaderError(f"{path}: the header has to start with '{{'; this is no safetensors file")
         end = _LENGTH_BYTES + length
-        rest = read_at(descriptor, path, end - len(first), len(first)) if end > len(first) else b""
+        rest = _read_exactly(descriptor, path, end - len(first), len(first)) if end > len(first) else b""
         return stamp, first[_LENGTH_BYTES:end] + rest
 
 
@@ -270,7 +279,7 @@ def read_index(path: str) -> dict[str, dict[str, None]]:
     with opened(path) as (descriptor, stamp):
         if stamp.size > MAX_HEADER_BYTES:
             raise HeaderError(f"{path} has {stamp.size} bytes, more than an index can have ({MAX_HEADER_BYTES})")
-        raw = read_at(descriptor, path, stamp.size, 0) if stamp.size else b""
+        raw = _read_exactly(descriptor, path, stamp.size, 0) if stamp.size else b""
     weight_map = parse_table(path, raw).get("weight_map")
     if not isinstance(weight_map, dict):
         raise HeaderError(f"{path}: an index has to have a weight_map from tensor names to file names")

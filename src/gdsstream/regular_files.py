@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
-from gdsstream.errors import CheckpointError, CheckpointNotFoundError, ReadError, TruncatedFileError
+from gdsstream.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -63,6 +63,13 @@ def status_of(path: str) -> os.stat_result:
         raise refusal(path, error) from error
 
 
+def absolute(path: PathLike | bytes) -> str:
+    """The path's name for as long as the process lives: a later read must not depend on the working directory."""
+    name = os.fsdecode(path)
+    # Not abspath: it would take ".." behind a link literally.
+    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+
+
 @contextmanager
 def opened(path: str) -> Iterator[tuple[int, FileStamp]]:
     """A descriptor of a regular file and its stamp, closed at the end. Raises CheckpointError and its kinds."""
@@ -95,19 +102,20 @@ def _require_regular(path: str, status: os.stat_result) -> None:
 
 
 def read_at(descriptor: int, path: str, nbytes: int, offset: int) -> bytes:
-    """`nbytes` bytes from `offset` on. Raises ReadError, and TruncatedFileError where the file ends before."""
+    """`nbytes` bytes from `offset` on, or what there is before the end of the file. Raises ReadError."""
     parts: list[bytes] = []
     while nbytes:
         try:
             part = os.pread(descriptor, nbytes, offset)
         except OSError as error:
-            raise ReadError(f"{path}: reading at byte {offset} failed: {error.strerror}", error.errno) from error
+            text = f"{path}: reading at byte {offset} failed: {error.strerror}; check the storage"
+            raise ReadError(text, error.errno) from error
         if not part:
-            raise TruncatedFileError(f"{path} was truncated to {offset} bytes while it was read; write it again")
+            break
         parts.append(part)
         offset += len(part)
         nbytes -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-__all__ = ["FileStamp", "PathLike", "opened", "quote", "read_at", "refusal", "status_of"]
+__all__ = ["FileStamp", "PathLike", "absolute", "opened", "quote", "read_at", "refusal", "status_of"]

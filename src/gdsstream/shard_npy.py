@@ -17,9 +17,9 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from gdsstream.dtypes import DTYPES
-from gdsstream.errors import CheckpointError, DatasetError, HeaderError, ReadError, TruncatedFileError
+from gdsstream.errors import CheckpointError, DatasetError, HeaderError, TruncatedFileError
 from gdsstream.records import STRIDED, Column, Shard
-from gdsstream.regular_files import FileStamp, quote, refusal
+from gdsstream.regular_files import FileStamp, quote, read_at, refusal
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 20
@@ -59,29 +59,14 @@ class ShardFile:
         """Exactly those bytes. TruncatedFileError, which names `what` they are, where the file ends before them."""
         at = offset - self._window_start
         if at < 0 or at + nbytes > len(self._window):
-            self._window, self._window_start, at = self._pread(offset, max(nbytes, _WINDOW_BYTES)), offset, 0
+            found = read_at(self._descriptor, self.path, max(nbytes, _WINDOW_BYTES), offset)
+            self._window, self._window_start, at = found, offset, 0
             if len(self._window) < nbytes:
                 raise TruncatedFileError(
                     f"{self.path} ends at byte {offset + len(self._window)}, within {what}, which needs {nbytes} bytes "
                     f"at {offset}; the download or the copy is incomplete"
                 )
         return self._window[at : at + nbytes]
-
-    def _pread(self, offset: int, nbytes: int) -> bytes:
-        parts = []
-        while nbytes:
-            try:
-                part = os.pread(self._descriptor, nbytes, offset)
-            except OSError as error:
-                raise ReadError(
-                    f"{self.path}: reading at byte {offset} failed: {error.strerror}; check the storage", error.errno
-                ) from error
-            if not part:
-                break
-            parts.append(part)
-            offset += len(part)
-            nbytes -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class NpyHeader(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gdsstream.errors import CheckpointError, ConfigError, DatasetError
-from gdsstream.regular_files import FileStamp, PathLike, status_of
+from gdsstream.regular_files import FileStamp, PathLike, absolute, status_of
 from gdsstream.shard_formats import EXTENSIONS, FORMATS
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz", ".npz")
@@ -63,8 +63,7 @@ def natural(path: str) -> list[str | int]:
 def _absolute(path: PathLike) -> str:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a shard's path is a string or os.PathLike, not {type(path).__name__}")
-    name = os.fsdecode(path)
-    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+    return absolute(path)
 
 
 def _in_directory(directory: str, format: str | None) -> list[str]:
