@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from save_support import old_file as old_file
+from save_support import save as save
+from save_support import small_blocks as small_blocks
 from stats_support import counting as counting
 from support import Raw, build_library, random_raw, write_checkpoint
 
@@ -57,6 +60,13 @@ def refuse_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What LD_PRELOAD names in processes whose reader threads are refused memory; see refusals.py."""
     source = Path(__file__).resolve().parent / "native" / "refuse_memory.cpp"
     return build_library(tmp_path_factory.mktemp("refuse_memory") / "librefusememory.so", [source])
+
+
+@pytest.fixture(scope="session")
+def fail_writes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What LD_PRELOAD names in processes whose storage fails."""
+    source = Path(__file__).resolve().parent / "native" / "fail_writes.cpp"
+    return build_library(tmp_path_factory.mktemp("fail_writes") / "libfailwrites.so", [source])
 
 
 def _left_behind(directory: Path) -> dict[str, int]:
