@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fault_support import opened as opened
+from fault_support import reader as reader
 from save_support import old_file as old_file
 from save_support import save as save
 from save_support import small_blocks as small_blocks

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import NBYTES, NO_MEMORY, SLOTS, WHOLE, check_whole, open_small, read_all, write_data
-from support import need_direct, need_uring, run_python, source_of
-from test_faults import READERS
+from support import run_python, source_of
 
 from gdsstream.errors import MemoryBudgetError
 
@@ -18,16 +17,6 @@ from gdsstream.errors import MemoryBudgetError
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return write_data(tmp_path)
-
-
-@pytest.fixture(params=READERS)
-def reader(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    knobs = READERS[request.param]
-    if knobs.get("reader") == "io_uring":
-        need_uring()
-    if knobs.get("direct_io"):
-        need_direct(tmp_path)
-    return knobs
 
 
 @pytest.mark.parametrize("number", [1, 3])
