@@ -5,7 +5,9 @@ A converted copy lies in a folder beside the shards, and is removed when the loa
 
 from __future__ import annotations
 
+import io
 import shutil
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,9 @@ from bench.loaders.base import EpochRequest, Job, Loader, Unavailable
 #: Beside the records themselves, for headers and indexes; a tar file pads every record.
 _OVERHEAD = 1.05
 _RECORD_OVERHEAD = 2048
+
+#: Of a tar file: its unit, which a header takes one of, and how the name of a record's member ends.
+BLOCK, MEMBER = tarfile.BLOCKSIZE, "bin"
 
 
 def request_of(job: Job) -> EpochRequest:
@@ -45,6 +50,37 @@ def rows(job: Job) -> Iterator[npt.NDArray[np.uint8]]:
     shards = request_of(job).shards
     for shard in range(len(shards.paths)):
         yield from shards.records(shard)
+
+
+def write_tars(job: Job, directory: Path) -> list[str]:
+    """A tar file of each shard, as WebDataset has them: a member for each record, called by its number. Returns their
+    paths."""
+    shards = request_of(job).shards
+    paths = []
+    number = 0
+    for shard in range(len(shards.paths)):
+        paths.append(str(directory / f"records-{shard:05d}.tar"))
+        with tarfile.open(paths[-1], "x", format=tarfile.USTAR_FORMAT) as tar:
+            for row in shards.records(shard):
+                member = tarfile.TarInfo(member_name(number))
+                member.size = len(row)
+                tar.addfile(member, io.BytesIO(row.data))
+                number += 1
+    return paths
+
+
+def member_name(number: int) -> str:
+    return f"{number:012d}.{MEMBER}"
+
+
+def tar_bytes(record_bytes: int) -> int:
+    """What a record of this size takes of a tar file: the header and whole blocks."""
+    return BLOCK - record_bytes // -BLOCK * BLOCK
+
+
+def held(job: Job, records: int, nbytes: int) -> int:
+    """How many records a buffer for shuffling holds: so many, or as many as `nbytes` have room for; two at least."""
+    return max(2, min(records, nbytes // request_of(job).shards.record_bytes))
 
 
 def files_in(directory: Path) -> list[str]:

@@ -25,23 +25,16 @@ class WebDataset(own_format.Converted, Workers):
     shuffle_bytes: int = 1 << 30
 
     def convert(self, job: Job) -> None:
-        library = need("webdataset", "webdataset")
+        need("webdataset", "webdataset")
         self._directory = own_format.folder(job, f"webdataset-{id(self)}")
-        shards = own_format.request_of(job).shards
-        numbers = iter(range(shards.num_records))
-        for shard in range(len(shards.paths)):
-            path = str(self._directory / f"records-{shard:05d}.tar")
-            with library.TarWriter(path, encoder=False) as tar:
-                for row in shards.records(shard):
-                    tar.write({"__key__": f"{next(numbers):012d}", "bin": row.tobytes()})
-        self._files = own_format.files_in(self._directory)
+        self._files = own_format.write_tars(job, self._directory)
 
     def prepare(self, job: Job) -> None:
         library = need("webdataset", "webdataset")
         request = own_format.request_of(job)
         self._job = job
         workers = min(self.num_workers, len(self._files))
-        held = max(2, min(self.shuffle_records, self.shuffle_bytes // request.shards.record_bytes))
+        held = own_format.held(job, self.shuffle_records, self.shuffle_bytes)
         dataset = (
             library.WebDataset(self._files, shardshuffle=len(self._files), seed=request.seed, empty_check=False)
             .shuffle(held, initial=held)
@@ -61,7 +54,7 @@ class WebDataset(own_format.Converted, Workers):
 def _record(sample: dict[str, Any]) -> torch.Tensor:
     import torch
 
-    return torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(sample[own_format.MEMBER]), dtype=torch.uint8)
 
 
 def _stack(samples: list[torch.Tensor]) -> torch.Tensor:
