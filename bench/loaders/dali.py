@@ -2,9 +2,9 @@
 
 - `cpu` and `gpu`: a sample is a file for the numpy readers, so that each record becomes an .npy file. `gpu` reads
   through GPUDirect Storage's library. The shuffle is of all files, before every epoch.
-- `webdataset`: the tar files of webdataset.py, with an index, out of mappings. The shuffle is of the tar files before
-  every epoch, and of a buffer of records. Its one thread reads in sequence; with `threaded_copy` the records of a batch
-  for the GPU are brought together in pinned memory by all `num_threads`, instead of one by one from the mapping.
+- `webdataset`: the tar files of webdataset.py, with an index. The shuffle is of the tar files before every epoch, and
+  of a buffer of records. One thread goes through the files in sequence; with `use_mmap` it only notes where the
+  records are, and the first to touch them are the `num_threads` that bring a batch together.
 
 A pipeline reads ahead for as long as it lives, into the next epoch too. So each sample has a new one, made before its
 clock starts and gone after it: it reads nothing before it is asked for a batch, as the workers of other loaders, and
@@ -42,7 +42,6 @@ class Dali(own_format.Converted):
     shuffle_records: int = 1000
     shuffle_bytes: int = 1 << 30
     use_mmap: bool = True
-    threaded_copy: bool = True
 
     verbs: ClassVar[frozenset[str]] = frozenset({"epoch", "mlperf"})
 
@@ -129,7 +128,7 @@ class Dali(own_format.Converted):
         if self.reader != "webdataset":
             return fn.readers.numpy(device=self.reader, files=self._files, cache_header_information=True, **shared)
         held = own_format.held(job, self.shuffle_records, self.shuffle_bytes)
-        data = fn.readers.webdataset(
+        return fn.readers.webdataset(
             paths=self._files,
             index_paths=self._indexes,
             ext=[own_format.MEMBER],
@@ -138,7 +137,6 @@ class Dali(own_format.Converted):
             dont_use_mmap=not self.use_mmap,
             **shared,
         )
-        return fn.copy(data) if job.cuda and self.threaded_copy else data
 
     def epochs(self, count: int) -> Iterator[torch.Tensor]:
         iterator = self._iterator
