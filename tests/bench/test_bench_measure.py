@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,6 +195,21 @@ def test_ceilings_give_a_rate_and_give_their_memory_back(written: files.BenchFil
         assert ceiling.sample() > 0
         assert ceiling.describe()
         ceiling.close()
+
+
+def test_threads_that_wake_up_late_lower_no_ceiling(written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = scenarios.build(GATHER, written, "cpu")
+    ceiling = ceilings.choose(workload, cold=False)
+    asleep, gather = [0.15], torch.index_select
+
+    def late(*args: object, **options: object) -> object:
+        time.sleep(asleep.pop() if asleep else 0)
+        return gather(*args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "index_select", late)
+    assert workload.job.request is not None
+    assert ceiling.sample() > workload.job.request.total_bytes / 0.15 / 1e9
+    ceiling.close()
 
 
 def test_the_direct_ceilings_read_the_disk(written: files.BenchFiles) -> None:
