@@ -39,6 +39,7 @@ from rich.markup import escape
 from bench import (
     busy,
     config,
+    config_chosen,
     environment,
     files,
     gdsio_at_once,
@@ -192,6 +193,7 @@ def main() -> None:
             signal.signal(number, interrupt)
     try:
         config.check_overrides(sys.argv[1:])
+        config_chosen.check(sys.argv[1:])
         _app()
     except BenchError as error:
         _fail(error, report.console())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from bench import config, loaders
+from bench import config, config_chosen, loaders
 
 EVERY = [(group, name) for group in config.groups() for name in config.options(group)]
 
@@ -85,6 +86,40 @@ def test_an_unknown_override_names_the_nearest_valid_one(override: str, message:
     with pytest.raises(config.BenchConfigError) as caught:
         config.check_overrides([override])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment=smoke", "scenario.io_bytes=[4096]"], "no key of scenario load_model, only of transfer; valid: "),
+        (["scenario.seed=3"], "'scenario.seed' is no key of scenario load_model, only of loader_epoch, "),
+        (["experiment=transfer_smoke", "scenario=random_read", "scenario.depth=[1]"], "no key of scenario random_read"),
+        (
+            ["experiment=smoke", "loaders.kvikio_tuned.num_threads=3"],
+            "kvikio_tuned is no row of this run, which has gdsstream_staged, safetensors, pread; add it with loader=[",
+        ),
+    ],
+)
+def test_a_key_of_what_was_not_chosen_says_so(overrides: list[str], message: str) -> None:
+    config.check_overrides(overrides)
+    with pytest.raises(config.BenchConfigError, match=re.escape(message)):
+        config_chosen.check(overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["experiment=transfer_smoke", "scenario.io_bytes=[4096]"],
+        ["experiment=smoke", "loader=[kvikio_tuned,pread]", "loaders.kvikio_tuned.num_threads=3"],
+        ["experiment=smoke", "loader=pread", "loaders.pread.num_threads=3"],
+        ["experiment=smoke,random", "scenario.records=3,4", "-m"],
+        ["experiment=mlperf", "scenario.workloads.unet3d.batch=3"],
+        ["experiment=reference", "scenario.rounds=3"],
+        ["loader=[pread],[safetensors]", "loaders.pread.num_threads=3", "-m"],
+    ],
+)
+def test_a_key_of_what_was_chosen_passes(overrides: list[str]) -> None:
+    config_chosen.check(overrides)
 
 
 @pytest.mark.parametrize("override", ["hydra.run.dir=/x", "+new=1", "~loader", "--multirun", "cache=warm,cold"])

@@ -1,0 +1,77 @@
+"""What a command line chooses: the scenario, which has keys of its own, and the loaders that are rows.
+
+Hydra refuses a key that the chosen scenario lacks, and an option of a loader that is no row, but advises `+key`, which
+does not help. Here is said what is the matter. Choices that are a sweep are left to Hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.config import CONFIG_DIR, options
+from bench.config_base import BenchConfigError, nearest
+
+
+def check(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> None:
+    """Check the keys of `key=value` arguments that `config.check_overrides` has passed. Raises BenchConfigError."""
+    given = dict(each.split("=", 1) for each in overrides if "=" in each)
+    own = [key.split(".") for key in given if key.startswith(("scenario.", "loaders."))]
+    if not own:
+        return
+    scenario, rows = _chosen("scenario", given, config_dir), _chosen("loader", given, config_dir)
+    for head, name, *rest in own:
+        if head == "scenario" and scenario is not None:
+            _check_scenario(name, scenario[0], config_dir)
+        elif head == "loaders" and rest and rows is not None and name not in rows:
+            listed = ",".join((*rows, name))
+            raise BenchConfigError(
+                f"'loaders.{name}.{'.'.join(rest)}' has no effect: {name} is no row of this run, which has "
+                f"{', '.join(rows)}; add it with loader=[{listed}]"
+            )
+
+
+def _check_scenario(name: str, scenario: str, config_dir: Path) -> None:
+    valid = _keys(scenario, config_dir)
+    if name in valid:
+        return
+    others = [other for other in options("scenario", config_dir) if name in _keys(other, config_dir)]
+    of = f", only of {', '.join(others)}" if others else ""
+    raise BenchConfigError(f"'scenario.{name}' is no key of scenario {scenario}{of}; {nearest(name, valid)}")
+
+
+def _keys(scenario: str, config_dir: Path) -> list[str]:
+    return list(_load(config_dir / "scenario" / f"{scenario}.yaml"))
+
+
+def _chosen(group: str, given: Mapping[str, str], config_dir: Path) -> list[str] | None:
+    """The names that are chosen of a group; None where they are a sweep, or not known."""
+    if group in given:
+        value = given[group]
+        names = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
+    else:
+        top = _defaults(config_dir / "bench.yaml")
+        experiment = given.get("experiment", top["experiment"])
+        if experiment not in options("experiment", config_dir):
+            return None
+        found = _defaults(config_dir / "experiment" / f"{experiment}.yaml").get(f"override /{group}", top[group])
+        names = found if isinstance(found, list) else [found]
+    names = [name.strip().strip("'\"") for name in names]
+    return names if set(names) <= set(options(group, config_dir)) else None
+
+
+def _defaults(path: Path) -> dict[str, Any]:
+    found = _load(path).get("defaults", [])
+    return {key: value for each in found if isinstance(each, dict) for key, value in each.items()}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+__all__ = ["check"]
