@@ -115,6 +115,19 @@ def test_padding_with_what_is_no_number_is_refused() -> None:
         batch_formats([TEXT], "x")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pad", "held"),
+    [("U8", -1, False), ("U16", 65535, True), ("I64", 1.5, False), ("I32", float("nan"), False), ("F32", 0.1, True)],
+)
+def test_padding_that_the_dtype_would_change_is_refused(dtype: str, pad: float, held: bool) -> None:
+    field = Field("text", dtype, (), ragged=True)
+    if held:
+        assert batch_formats([field], pad)[0].pad == pad
+        return
+    with pytest.raises(ConfigError, match=f"pad for 'text' is {pad}, and the field is {dtype}; .* whole number from"):
+        batch_formats([field], pad)
+
+
 def test_padding_can_be_chosen_by_field() -> None:
     formats = batch_formats([IMAGE, TEXT, BOXES], {"text": 1})
     assert [form.pad for form in formats] == [None, 1, None]

@@ -574,6 +574,8 @@ def test_a_loader_can_be_sent_to_another_process(mixed: Path, make: Loader) -> N
         ({"world_size": 0}, "world_size is 0"),
         ({"epochs": 0}, "epochs is 0"),
         ({"drop_last": 1}, "drop_last is 1"),
+        ({"borrow": "yes"}, "borrow is 'yes'"),
+        ({"generator": 4}, "generator is 4; it has to be a torch.Generator"),
         ({"partition": "some"}, "partition is 'some'"),
         ({"on_error": "ignore"}, "on_error is 'ignore'"),
         ({"shuffle": "some"}, "shuffle is 'some'"),
@@ -634,6 +636,13 @@ def test_a_loader_says_what_it_is(mixed: Path, make: Loader) -> None:
 def test_dataset_options_are_for_paths(mixed: Path, make: Loader) -> None:
     with pytest.raises(ConfigError, match="record_length: the dataset is open already"):
         make(ShardDataset(mixed), record_length=4)
+
+
+def test_a_subset_is_told_how_its_records_are_read(mixed: Path, make: Loader) -> None:
+    subset = torch.utils.data.Subset(ShardDataset(mixed, fields=["label"]), [3, 1])
+    with pytest.raises(ConfigError, match=r"not Subset; give it the dataset, and sampler=subset\.indices"):
+        make(subset)
+    assert [len(batch) for batch in make(subset.dataset, 2, sampler=subset.indices)] == [2]
 
 
 @pytest.mark.parametrize(

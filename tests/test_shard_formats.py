@@ -235,6 +235,7 @@ def test_windows_of_tokens_are_records(
 def test_a_file_shorter_than_a_window_has_no_record(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "a.bin", torch.arange(10).to(torch.uint16))
     assert read(path, dtype="U16", record_length=11).num_records == 0
+    assert read(path, dtype=np.uint16, record_length=5).num_records == 2
 
 
 def test_half_a_token_is_a_truncated_file(tmp_path: Path) -> None:

@@ -169,9 +169,27 @@ def batch_formats(fields: Sequence[Field], pad: Pad) -> tuple[FieldFormat, ...]:
     for name, value in wanted.items():
         if not isinstance(value, Real):
             raise ConfigError(f"pad for {name!r} is {value!r}; it has to be a number")
-    return tuple(
+    made = tuple(
         FieldFormat(field, torch_dtype(field.dtype), field.record_bytes, wanted.get(field.name)) for field in fields
     )
+    for form in made:
+        _check_pad(form)
+    return made
+
+
+def _check_pad(form: FieldFormat) -> None:
+    """Raise ConfigError where the padding value would become another one."""
+    if form.pad is None or form.dtype.is_floating_point or form.dtype.is_complex:
+        return
+    if form.dtype is torch.bool:
+        least, most = 0, 1
+    else:
+        least, most = torch.iinfo(form.dtype).min, torch.iinfo(form.dtype).max
+    if not least <= form.pad <= most or form.pad != int(form.pad):
+        raise ConfigError(
+            f"pad for {form.field.name!r} is {form.pad!r}, and the field is {form.field.dtype}; it has to be a whole "
+            f"number from {least} to {most}"
+        )
 
 
 def lay_out(formats: Sequence[FieldFormat], located: Sequence[Located]) -> BatchLayout:

@@ -164,7 +164,9 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
             epochs=epochs,
             on_error=on_error,
             collate_fn=collate_fn,
+            generator=generator,
             transform=transform,
+            borrow=borrow,
         )
         options, knobs = split_knobs(knobs, signature(ShardLoader).parameters)
         self.dataset = open_dataset(path_or_dataset, fields, options)

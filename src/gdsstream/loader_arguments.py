@@ -49,7 +49,9 @@ def check_arguments(
     epochs: object,
     on_error: object,
     collate_fn: object,
+    generator: object,
     transform: object,
+    borrow: object,
 ) -> None:
     """Raise ConfigError for arguments of ShardLoader that cannot work, or not together."""
     if batch_size is None and batch_sampler is None:
@@ -68,8 +70,9 @@ def check_arguments(
         _whole("world_size", world_size, 1)
     if rank is not None or world_size is not None:
         ranks_here(rank, world_size)  # type: ignore[arg-type]
-    if not isinstance(drop_last, bool):
-        raise ConfigError(f"drop_last is {drop_last!r}; it is True or False")
+    for name, value in (("drop_last", drop_last), ("borrow", borrow)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; it is True or False")
     for name, value, known in (
         ("partition", partition, get_args(Partition)),
         ("on_error", on_error, ("raise", "skip")),
@@ -79,6 +82,8 @@ def check_arguments(
     for name, value in (("collate_fn", collate_fn), ("transform", transform)):
         if value is not None and not callable(value):
             raise ConfigError(f"{name} is {value!r}; it has to be a function, or None")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ConfigError(f"generator is {generator!r}; it has to be a torch.Generator, or None")
     shuffled = checked_shuffle(shuffle) != "none"  # type: ignore[arg-type]
     if batch_sampler is not None:
         if batch_size not in (None, 1) or shuffled or sampler is not None or drop_last:

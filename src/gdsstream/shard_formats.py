@@ -96,8 +96,8 @@ def _whole(name: str, value: object) -> int:
 
 
 def _dtype_name(dtype: object) -> str:
-    """safetensors' name of a dtype given as torch's, or by its name in torch or in safetensors."""
-    text = str(dtype).removeprefix("torch.")
+    """safetensors' name of a dtype given as torch's or numpy's, or by its name in torch or in safetensors."""
+    text = dtype.__name__ if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
     for info in DTYPES.values():
         if text in (info.name, info.torch_name) and info.torch_name and info.per_element == 1:
             if not hasattr(torch, info.torch_name):

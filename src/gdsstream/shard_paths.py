@@ -49,7 +49,8 @@ def find_shards(path: PathLike | Sequence[PathLike], format: str | None = None) 
         if not names:
             raise DatasetError("the list of shards is empty; name at least one file")
     else:
-        raise ConfigError(f"a dataset is a path, a glob or a list of files, not {type(path).__name__}")
+        hint = "; give it the dataset, and sampler=subset.indices" if hasattr(path, "indices") else ""
+        raise ConfigError(f"a dataset is a path, a glob or a list of files, not {type(path).__name__}{hint}")
     found = [ShardPath(each, _stamp(each)) for each in names]
     return found, format or _one_format(names)
 

@@ -48,9 +48,9 @@ class ShardDataset:
             list of files in the order that counts.
         fields: which fields, in the order wanted; None means all.
         format: "safetensors", "npy", "tokens" or "tar"; None tells it by the extension.
-        dtype, record_length, stride: of token files, and only of these: the dtype ("uint16", "U16", torch.uint16), the
-            tokens of a record, and the tokens from one record's beginning to the next's, by default `record_length`.
-            Tokens at the end of a file that do not fill a record are left out.
+        dtype, record_length, stride: of token files, and only of these: the dtype ("uint16", "U16", torch.uint16,
+            numpy.uint16), the tokens of a record, and the tokens from one record's beginning to the next's, by default
+            `record_length`. Tokens at the end of a file that do not fill a record are left out.
         index_cache: whether what the headers say is kept, beside the data or in the user's cache directory.
 
     Attributes:
@@ -69,7 +69,7 @@ class ShardDataset:
         *,
         fields: Sequence[str] | None = None,
         format: str | None = None,
-        dtype: str | torch.dtype | None = None,
+        dtype: str | torch.dtype | np.dtype[Any] | type[np.generic] | None = None,
         record_length: int | None = None,
         stride: int | None = None,
         index_cache: bool = True,
