@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from bench.record import MOST_SHARE, Record, ceiling_believed
@@ -39,6 +40,7 @@ class Content(NamedTuple):
 #: The `from_width` of a column that only a report has room for.
 REPORT_ONLY = 1000
 _MANY_COLUMNS = 12
+_NO_LIMIT = 10_000
 
 VERIFIED = Column("bytes", lambda r: "[green]ok[/]" if r.verified else "[yellow]not checked[/]")
 SPREAD = Column("± MAD", lambda r: rate(r.gb_per_s["mad"] if r.gb_per_s else None), REPORT_ONLY)
@@ -62,9 +64,20 @@ def make(title: str, gap: int = 1) -> Table:
 def show(content: Content, out: Console) -> None:
     """Print the columns that the terminal is wide enough for, and the notes."""
     columns = [column for column in content.columns if out.width >= column.from_width]
-    table = make(content.title, gap=1 if len(columns) < _MANY_COLUMNS else 0)
-    for number, column in enumerate(columns):
-        table.add_column(column.title, justify="left" if number == 0 else "right", no_wrap=True)
+    table = _filled(content, columns, gap=1 if len(columns) < _MANY_COLUMNS else 0)
+    if Measurement.get(out, out.options.update(max_width=_NO_LIMIT), table).maximum > out.width:
+        table = _filled(content, columns, gap=0)
+    out.print(table)
+    for note in content.notes:
+        out.print(note, style="dim", markup=False, highlight=False)
+
+
+def _filled(content: Content, columns: Sequence[Column], gap: int) -> Table:
+    table = make(content.title, gap)
+    # Where there is no room for all, names go on in the next line, and figures stay whole.
+    table.add_column(columns[0].title, overflow="fold")
+    for column in columns[1:]:
+        table.add_column(column.title, justify="right", no_wrap=True)
     for section in content.sections:
         for record in section.records:
             table.add_row(*(column.cell(record) for column in columns))
@@ -72,9 +85,7 @@ def show(content: Content, out: Console) -> None:
         if section.limits:
             table.add_row(*(f"[dim]{section.limits.get(column.title, '')}" for column in columns))
             table.add_section()
-    out.print(table)
-    for note in content.notes:
-        out.print(note, style="dim", markup=False, highlight=False)
+    return table
 
 
 def size(nbytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import statistics
@@ -15,8 +16,9 @@ import pytest
 import record_rows
 from conftest import ROOT
 from record_rows import CPU, H200, row, unmeasured, write
+from rich.console import Console
 
-from bench import record, report_md, results, sweeps
+from bench import record, report_md, results, sweeps, table
 from bench.config import BenchError
 from bench.plots import overhead, overlap, samples, sweep, timeline
 from bench.record import Record
@@ -374,3 +376,17 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("width", "folded"), [(120, False), (90, False), (75, True)])
+def test_a_narrow_terminal_gets_whole_figures(width: int, folded: bool) -> None:
+    name = "a_route_that_is_called_at_length"
+    figures = [table.Column("figure", lambda record: "12,345.67") for _ in range(5)]
+    columns = [table.Column("route", lambda record: record.loader), *figures]
+    text = io.StringIO()
+    table.show(table.Content("", columns, [table.Section([row(name, [1.0])], {})], []), Console(file=text, width=width))
+    printed = text.getvalue()
+    assert printed.count("12,345.67") == 5
+    assert max(map(len, printed.splitlines())) <= width
+    assert (name in printed) != folded
+    assert "".join(re.findall(r"^[a-z_]+", printed, re.MULTILINE)) == f"route{name}"
