@@ -82,6 +82,10 @@ def parse(text: str, where: str) -> list[Job]:
             raise BenchConfigError(f"{at}: unknown key {key!r}; {nearest(key, _KEYS)}")
         if current is None:
             raise BenchConfigError(f"{at}: {key!r} stands before the first section; begin with [global] or [job1]")
+        if key in current:
+            raise BenchConfigError(
+                f"{at}: {key!r} comes twice in its section, first in line {current[key][1]}; keep one"
+            )
         current[key] = (value, number)
     if not jobs:
         raise BenchConfigError(f"{where}: there is no job; add a section [job1]")

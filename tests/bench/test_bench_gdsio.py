@@ -128,6 +128,7 @@ def test_a_jobs_own_keys_go_before_the_global_ones() -> None:
         ("bs=4k", "hs=4k", r"a\.gdsio:8: unknown key 'hs'; did you mean 'bs'\?"),
         ("[job1]", "[jb1]", r"a\.gdsio:13: unknown section \[jb1\]; did you mean 'job1'\?"),
         ("[job2]", "[job1]", r"a\.gdsio:20: section \[job1\] comes twice"),
+        ("bs=4k", "bs=4k\nbs=8k", r"a\.gdsio:9: 'bs' comes twice in its section, first in line 8"),
         (
             "\nrw=randread\n",
             "\nrw=ranread\n",
