@@ -200,15 +200,17 @@ def test_ceilings_give_a_rate_and_give_their_memory_back(written: files.BenchFil
 def test_threads_that_wake_up_late_lower_no_ceiling(written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = scenarios.build(GATHER, written, "cpu")
     ceiling = ceilings.choose(workload, cold=False)
-    asleep, gather = [0.15], torch.index_select
+    asleep, gather, threads = [0.15], torch.index_select, torch.get_num_threads()
 
     def late(*args: object, **options: object) -> object:
-        time.sleep(asleep.pop() if asleep else 0)
+        # At first with one thread, too, and whenever there are others to wait for.
+        time.sleep(0.15 if torch.get_num_threads() > 1 else asleep.pop() if asleep else 0)
         return gather(*args, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch, "index_select", late)
     assert workload.job.request is not None
     assert ceiling.sample() > workload.job.request.total_bytes / 0.15 / 1e9
+    assert torch.get_num_threads() == threads
     ceiling.close()
 
 
