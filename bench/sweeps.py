@@ -62,7 +62,7 @@ def find(records: Sequence[Record]) -> list[Sweep]:
     families: dict[tuple[str, ...], list[tuple[Record, dict[str, Any]]]] = {}
     for record in records:
         if record.status == "ok":
-            flat = _own_over_scenario(results.settings(record), record.verb)
+            flat = _own_over_scenario(results.settings(record), record)
             machine = json.dumps([record.env.get(key) for key in results.MACHINE], default=str)
             kind = str(flat.pop("loader.kind", record.loader))
             family: tuple[str, ...] = (record.scenario, record.verb, record.cache, record.device, machine, kind)
@@ -80,11 +80,15 @@ def find(records: Sequence[Record]) -> list[Sweep]:
     return list(found.values())
 
 
-def _own_over_scenario(flat: dict[str, Any], verb: str) -> dict[str, Any]:
-    """A row of transfers may have settings of its own instead of its part's: what it was measured with is the knob."""
-    if verb != "transfer":
+def _own_over_scenario(flat: dict[str, Any], record: Record) -> dict[str, Any]:
+    """A row of transfers may have settings of its own instead of its part's: what it was measured with is the knob.
+    One that decides itself what is in flight has no such knob, however its parts differ."""
+    if record.verb != "transfer":
         return flat
     own = {name: flat.pop(f"loader.{name}", None) for name in config_transfer.ROW_SETTINGS}
+    for name in ("threads", "depth"):
+        if (record.derived or {}).get(name) is None:
+            flat.pop(f"scenario.{name}", None)
     return {**flat, **{f"scenario.{name}": value for name, value in own.items() if value is not None}}
 
 

@@ -77,3 +77,16 @@ def test_what_is_no_choice_has_no_best_and_every_loader_its_own() -> None:
     assert [line.split(":")[0] for line in said] == [
         f"Best of 4 for queue_depth, {name}" for name in ("storage_cpu_aio", "engine_direct", "gpu_async_stream")
     ]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_route_decides_itself_was_not_swept(own: bool) -> None:
+    rows = []
+    for depth, rate in ((1, 30.0), (4, 31.0)):
+        in_flight = {"threads": None, "depth": None} if own else {"threads": 2, "depth": depth}
+        found = row("route", [rate] * 3, verb="transfer", derived=in_flight)
+        found.config["scenario"] |= {"verb": "transfer", "depth": [depth]}
+        rows.append(found)
+    said = sweeps_best.lines(rows)
+    assert len(said) == (0 if own else 1)
+    assert own or "ios in flight in each thread 4: 31.00 GB/s" in said[0]
