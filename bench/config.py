@@ -20,7 +20,7 @@ from bench.config_base import BenchConfigError as BenchConfigError
 from bench.config_base import BenchError as BenchError
 from bench.config_base import ScenarioConfig as ScenarioConfig
 from bench.config_base import StorageConfig as StorageConfig
-from bench.config_base import at_least, one_of, whole_numbers
+from bench.config_base import at_least, byte_size, one_of, whole_numbers
 from bench.config_base import nearest as nearest
 from bench.config_checkpoint import CheckpointConfig as CheckpointConfig
 from bench.config_mlperf import MlperfConfig as MlperfConfig
@@ -29,6 +29,8 @@ from bench.config_transfer import TransferConfig as TransferConfig
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 CACHE_STATES = ("warm", "cold")
 DEVICES = ("auto", "cpu", "cuda")
+#: Keys of bytes that are not called so.
+_SIZES = ("sizes", "io_range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ def from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     for key, value in values.items():
         if key not in fields:
             raise BenchConfigError(f"unknown key '{_join(where, str(key))}'; {nearest(str(key), fields)}")
-        known[key] = _check(value, hints[key], _join(where, key))
+        known[key] = _check(_in_bytes(key, value), hints[key], _join(where, key))
     for name, item in fields.items():
         required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if required and name not in known:
@@ -315,6 +317,18 @@ def _check_loader_key(key: str, rest: str, config_dir: Path) -> None:
     valid = set(loaders.option_names(str(OmegaConf.load(config_dir / "loader" / f"{name}.yaml").kind)))
     if option and option not in valid | {"kind"}:
         raise BenchConfigError(f"unknown option '{key}'; {nearest(option, valid)}")
+
+
+def _in_bytes(key: str, value: Any) -> Any:
+    """Sizes that are given with a unit, alone or in a list, as bytes; what is none stays, to be refused by its type."""
+    if not key.endswith("_bytes") and key not in _SIZES:
+        return value
+    if isinstance(value, list):
+        return [_in_bytes(key, item) for item in value]
+    try:
+        return byte_size(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _check(value: Any, hint: Any, where: str) -> Any:

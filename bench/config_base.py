@@ -7,11 +7,13 @@ all.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench import stats
 
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 VERBS = ("read", "gather", "pipeline", "train", "epoch", "mlperf", "transfer", "write")
 
 
@@ -102,6 +104,14 @@ def at_least(where: str, value: float, least: float) -> None:
     """Raise BenchConfigError for a value below `least`."""
     if value < least:
         raise BenchConfigError(f"'{where}' is {value}; it has to be at least {least}")
+
+
+def byte_size(text: str) -> int:
+    """Bytes of 4096, 4k, 1M or 2GiB; units are binary. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError("it has to be a size, such as 4k, 1M or 1G")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def whole_numbers(where: str, values: Sequence[object], least: int) -> None:

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.config_base import BenchConfigError, nearest
+from bench.config_base import BenchConfigError, byte_size, nearest
 
 RW = ("read", "write", "randread", "randwrite")
 #: gdsio's -x: 0 to 7.
 XFER_TYPES = range(8)
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 #: Known to gdsio, and without a meaning here.
 _NOT_APPLIED = {
     "enable_nvlinks": "cuFile decides about NVLink by its own settings",
@@ -129,15 +128,8 @@ def _job(name: str, given: dict[str, tuple[str, int]], where: str, line: int) ->
     return Job(name=name, not_applied=not_applied, **values)
 
 
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise ValueError("it has to be a size, such as 4k, 1M or 1G")
-    return int(match[1]) * _UNITS[match[2]]
-
-
 def _positive_size(text: str) -> int:
-    if (size := _size(text)) < 1:
+    if (size := byte_size(text)) < 1:
         raise ValueError("it has to be at least 1")
     return size
 
@@ -185,7 +177,7 @@ _KEYS: dict[str, Callable[[str], Any]] = {
     "runtime": _number(0),
     "do_verify": _flag,
     "skip_bufregister": _flag,
-    "start_offset": _size,
+    "start_offset": byte_size,
     "num_threads": _number(1),
     "gpu_dev_id": _number(0),
     "numa_node": _number(0),

@@ -16,6 +16,7 @@
     python -m bench.run experiment=reference         the tables of the reference documents, beside what they say
     python -m bench.run loader=[gdsstream_staged,kvikio_tuned] storage.dir=/raid scenario.rounds=15
 
+Sizes of `scenario` and `storage` may have a binary unit: scenario.io_bytes=[4K,1M], storage.file_bytes=1GiB.
 Every row is a JSON line in results.jsonl in Hydra's output directory, or where `output=` says; `resume=` goes on with
 those of an interrupted run (resume.py). What is measured is measured in a process of its own (guard.py), and not beside
 other work on the GPU (busy.py). Exit status: 0 when the run was made, whatever its rows say; 2 when it could not be

@@ -122,6 +122,25 @@ def test_a_key_of_what_was_chosen_passes(overrides: list[str]) -> None:
     config_chosen.check(overrides)
 
 
+def test_sizes_can_have_a_unit() -> None:
+    changes = ["scenario.io_bytes=[4K,1MiB]", "scenario.total_bytes=[8m]", "storage.file_bytes=1G"]
+    with composed("experiment=transfer_smoke", *changes) as plain:
+        built = config.build(plain)
+    assert isinstance(built.scenario, config.TransferConfig)
+    assert (built.scenario.io_bytes, built.scenario.total_bytes) == ([4096, 1 << 20], [8 << 20])
+    assert built.storage.file_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("scenario.io_bytes=[4Q]", "holds '4Q'"), ("storage.file_bytes=much", "'storage.file_bytes' is 'much'")],
+)
+def test_what_is_no_size_is_refused(override: str, message: str) -> None:
+    with composed("experiment=transfer_smoke", override) as plain, pytest.raises(config.BenchConfigError) as caught:
+        config.build(plain)
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("override", ["hydra.run.dir=/x", "+new=1", "~loader", "--multirun", "cache=warm,cold"])
 def test_what_is_hydras_is_left_to_hydra(override: str) -> None:
     config.check_overrides([override])
