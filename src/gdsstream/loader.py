@@ -94,7 +94,8 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
 
     Iterating yields a tensor, or a dict of them by field where there are several: stacked [B, *shape] for fields whose
     records are alike, a Jagged for ragged ones. On a GPU they can be used at once on the current stream. All arguments
-    are kept as attributes. `len` is the number of batches of one iterator, this rank's, from an epoch's beginning.
+    are kept as attributes. `len` is the number of batches of one iterator, this rank's, from an epoch's beginning. What
+    builds a DataLoader of a loader's parts, as accelerate's skip_first_batches does, fails: go on with a state instead.
 
     Each epoch that comes to its end advances `epoch`; an iterator begins its epoch at the beginning, but once after
     `load_state_dict`, where it goes on. One iterator is live at a time: a new one ends the one before. Not thread-safe.
