@@ -10,7 +10,8 @@
 | pipeline, train         | the same as for read, or the compute alone, whichever is slower                      |
 | write                   | O_DIRECT writes with fsync, the best of a sweep (ceilings_write.py)                  |
 | transfer                | see ceilings_transfer.py                                                            |
-| epoch, mlperf           | as for gather below 1 MiB a record, for read above; and as pipeline with compute     |
+| epoch, mlperf           | as for gather below 1 MiB a record, cold without blocks; for read above; and as      |
+|                         | pipeline with compute                                                               |
 
 The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
 fault no pages in, which a loader that returns new memory has to: what is missing to 100 % is mostly that. A loader
@@ -258,7 +259,10 @@ def _choose(workload: Workload, *, cold: bool) -> Ceiling:
     if cold:
         from bench.ceilings_disk import Disk
 
-        return Disk(job.paths, request.total_bytes if request else _SAMPLE_BYTES, request=request)
+        # Of an epoch in random order only a few batches are asked for at once, and hardly any two of their records lie
+        # side by side.
+        nbytes = request.total_bytes if request else _SAMPLE_BYTES
+        return Disk(job.paths, nbytes, request=request, joined=job.epoch is None)
     if job.cuda:
         return PinnedCopy(job.device, workload.sample_bytes)
     return MappedGather(job.paths, request) if request else ParallelRead(job.paths, consumer=True)

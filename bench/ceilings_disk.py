@@ -38,9 +38,10 @@ _MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
 #: From here on single records may be slower than whole blocks.
 _MIDDLE = 64 * _KIB
 _PAGE = mmap.PAGESIZE
-#: The best that a search of this process found, by device, direction, whether there are O_DIRECT and kernel AIO, and
-#: the length of records (None: blocks): a search takes seconds, and later parts of a run ask these and their own only.
-_FOUND: dict[tuple[int, bool, bool, bool, int | None], list[Arrangement]] = {}
+#: The best that a search of this process found, by device, direction, whether there are O_DIRECT and kernel AIO, the
+#: length of records (None: none) and whether there are blocks: a search takes seconds, and later parts of a run ask
+#: these and their own only.
+_FOUND: dict[tuple[object, ...], list[Arrangement]] = {}
 
 
 class Arrangement(NamedTuple):
@@ -62,9 +63,9 @@ class Arrangement(NamedTuple):
 
 class Disk(Ceiling):
     """Reads of the files, or writes over what they hold: of `request`'s records or, without one, of blocks. Reads of
-    records of 64 KiB and more may be blocks, too, if that is faster: loaders may join them. `own` is the size of a
-    row's io and how many it has in flight, one more arrangement. A measurement moves `nbytes` at most. Raises
-    BenchError where kernel AIO refuses an io, OSError where the system does.
+    records of 64 KiB and more may be blocks, too, if that is faster: loaders that ask for all of them at once may join
+    them (`joined`). `own` is the size of a row's io and how many it has in flight, one more arrangement. A measurement
+    moves `nbytes` at most. Raises BenchError where kernel AIO refuses an io, OSError where the system does.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Disk(Ceiling):
         nbytes: int,
         *,
         request: GatherRequest | None = None,
+        joined: bool = True,
         own: tuple[int, int] | None = None,
         write: bool = False,
     ) -> None:
@@ -82,18 +84,19 @@ class Disk(Ceiling):
         self._no_aio = self._why or _without_aio()
         self._places: dict[int, list[tuple[int, int]]] = {}
         device = os.stat(self._paths[0]).st_dev, write, self._why is None, self._no_aio is None
-        key = *device, request.length if request is not None else None
-        known, blocks = self._known(key), self._known((*device, None))
+        blocks = request is None or (joined and request.length >= _MIDDLE and not write)
+        key = *device, request.length if request is not None else None, blocks
+        known = self._known(key)
         choices = self._records(request, own, known) if request is not None else []
-        if request is None or (request.length >= _MIDDLE and not write):
-            choices += [each for each in self._blocks(own, known or blocks) if each not in choices]
+        if blocks:
+            known = known or self._known((*device, None, True))
+            choices += [each for each in self._blocks(own, known) if each not in choices]
         self._memory = used_memory(max(each.in_flight_bytes for each in choices))
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
         try:
             most = min(nbytes, sum(self._sizes))
             self._best = Best(self.rate, choices, most, lambda each: 4 * each.in_flight * each.length)
-            if not known:
-                _FOUND[key] = list(self._best.wins)
+            _FOUND.setdefault(key, list(self._best.wins))
         except BaseException:
             self.close()
             raise
@@ -187,7 +190,7 @@ class Disk(Ceiling):
             ]
         return self._places[choice.length]
 
-    def _known(self, key: tuple[int, bool, bool, bool, int | None]) -> list[Arrangement]:
+    def _known(self, key: tuple[object, ...]) -> list[Arrangement]:
         return [each for each in _FOUND.get(key, []) if each.length <= max(self._sizes)]
 
     def _records(

@@ -191,11 +191,17 @@ def test_without_o_direct_or_kernel_aio_the_detail_says_so(paths: list[str], mon
 
 
 @pytest.mark.parametrize(
-    ("record", "write", "blocks"), [(4096, False, False), (64 << 10, False, True), (64 << 10, True, False)]
+    ("record", "write", "joined", "blocks"),
+    [
+        (4096, False, True, False),
+        (64 << 10, False, True, True),
+        (64 << 10, False, False, False),
+        (64 << 10, True, True, False),
+    ],
 )
 def test_large_records_may_be_read_as_blocks(
-    paths: list[str], asked: list[Arrangement], record: int, write: bool, blocks: bool
+    paths: list[str], asked: list[Arrangement], record: int, write: bool, joined: bool, blocks: bool
 ) -> None:
-    Disk(paths, 4 * MIB, request=records(record, 8), write=write).close()
+    Disk(paths, 4 * MIB, request=records(record, 8), joined=joined, write=write).close()
     assert any(each.records and each.length == record for each in asked)
     assert any(not each.records for each in asked) == blocks
