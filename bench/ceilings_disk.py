@@ -30,9 +30,11 @@ from bench.loaders.base import GatherRequest
 _KIB, _MIB = 1 << 10, 1 << 20
 _THREADS = (1, 4, 8, 32)
 _BLOCKS = (1 * _MIB, 4 * _MIB, 16 * _MIB)
-_AIO_BLOCKS, _AIO_DEPTHS = (512 * _KIB, 1 * _MIB, 4 * _MIB), (8, 32, 128)
+#: In flight, and in how many queues.
+_AIO_BLOCKS, _AIO_DEPTHS = (512 * _KIB, 1 * _MIB, 4 * _MIB), ((8, 1), (32, 1), (128, 1), (32, 4), (128, 4))
 #: Of single records.
-_RECORD_THREADS, _RECORD_DEPTHS = (4, 16, 64), (32, 128, 512)
+_RECORD_THREADS = (4, 16, 64)
+_RECORD_DEPTHS = ((32, 1), (128, 1), (512, 1), (128, 4), (512, 4), (1024, 8))
 #: In flight at once; more is no other arrangement to a disk.
 _MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
 #: From here on single records may be slower than whole blocks.
@@ -51,13 +53,16 @@ class Arrangement(NamedTuple):
     in_flight: int
     aio: bool
     records: bool
+    #: Of kernel AIO, each with its share of what is in flight and a thread: a disk may have one for each core.
+    queues: int = 1
 
     @property
     def in_flight_bytes(self) -> int:
         return -(-self.length // _PAGE) * _PAGE * self.in_flight
 
     def __str__(self) -> str:
-        what = f"kernel AIO, depth {self.in_flight}" if self.aio else f"{self.in_flight} threads"
+        queues = f", {self.queues} queues" if self.queues > 1 else ""
+        what = f"kernel AIO, depth {self.in_flight}{queues}" if self.aio else f"{self.in_flight} threads"
         return f"{what} x {table.block(self.length)}"
 
 
@@ -160,19 +165,24 @@ class Disk(Ceiling):
             return time.perf_counter() - start
 
     def _by_aio(self, choice: Arrangement, ios: Sequence[tuple[int, int]]) -> float:
-        """Seconds."""
-        slot = choice.in_flight_bytes // choice.in_flight
-        queue = aio.Queue(choice.in_flight)
+        """Seconds. Each queue has every so manieth io."""
+        slot, depth = choice.in_flight_bytes // choice.in_flight, choice.in_flight // choice.queues
+        places = np.array(ios, dtype=np.int64).reshape(-1, 2)
+        queues: list[aio.Queue] = []
         try:
-            start = time.perf_counter()
-            queue.move(
-                iter(range(len(ios))),
-                lambda number, at: (*ios[number], choice.length, self._address + at * slot),
-                write=self._write,
-            )
-            return time.perf_counter() - start
+            each = []
+            for number in range(choice.queues):
+                queues.append(aio.Queue(depth))
+                mine, address = places[number :: choice.queues], self._address + number * depth * slot
+                each.append(aio.Prepared(mine, choice.length, address, depth, slot, write=self._write))
+            with ThreadPoolExecutor(choice.queues) as pool:
+                list(pool.map(time.sleep, [0.001] * choice.queues))  # start the threads
+                start = time.perf_counter()
+                list(pool.map(aio.Queue.stream, queues, each))
+                return time.perf_counter() - start
         finally:
-            queue.close()
+            for queue in queues:
+                queue.close()
 
     def _ios(self, choice: Arrangement) -> list[tuple[int, int]]:
         """File and offset of each, in their order."""
@@ -199,8 +209,10 @@ class Disk(Ceiling):
         """As _blocks, one io for each record."""
         depths = [] if known else [*_RECORD_DEPTHS]
         if own is not None and own[0] == request.length:
-            depths.append(own[1])
-        found = [Arrangement(request.length, depth, True, True) for depth in depths if self._no_aio is None]
+            depths.append((own[1], 1))
+        found = [
+            Arrangement(request.length, depth, True, True, queues) for depth, queues in depths if self._no_aio is None
+        ]
         threads = [] if known else [*_RECORD_THREADS]
         found += [Arrangement(request.length, count, False, True) for count in threads]
         return _within([*found, *(each for each in known if each.records)])
@@ -208,11 +220,13 @@ class Disk(Ceiling):
     def _blocks(self, own: tuple[int, int] | None, known: list[Arrangement]) -> list[Arrangement]:
         """`own`, and which of what is `known` to be best are blocks or, where nothing is, what may be."""
         largest = max(self._sizes)
-        pairs = [] if known else [*itertools.product(_AIO_BLOCKS, _AIO_DEPTHS)]
+        deep = [] if known else [(block, *each) for block, each in itertools.product(_AIO_BLOCKS, _AIO_DEPTHS)]
         threads = [] if known else [*itertools.product(_BLOCKS, _THREADS)]
         if own is not None and own[0] % 512 == 0:
-            pairs, threads = [own, *pairs], [own, *threads]
-        found = [Arrangement(*pair, True, False) for pair in pairs if self._no_aio is None]
+            deep, threads = [(*own, 1), *deep], [own, *threads]
+        found = [
+            Arrangement(length, depth, True, False, queues) for length, depth, queues in deep if self._no_aio is None
+        ]
         found += [Arrangement(*pair, False, False) for pair in threads]
         found += [each for each in known if not each.records]
         found = _within([each for each in found if each.length <= largest])

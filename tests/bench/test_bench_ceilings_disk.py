@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,56 @@ def test_writes_reach_every_place_once(
         for file, offset in zip(wanted.file_index, wanted.offsets, strict=True):
             expected[file][offset // 4096] = True
     assert all((mine == theirs).all() for mine, theirs in zip(changed, expected, strict=True))
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("depth", "queues"), [(8, 1), (5, 3), (1024, 8)])
+def test_queues_share_the_ios_and_read_what_is_there(paths: list[str], depth: int, queues: int) -> None:
+    count = 312
+    wanted = records(4096, count)
+    disk = Disk(paths, 4 * MIB, request=wanted)
+    if disk._no_aio is not None:
+        pytest.skip(disk._no_aio)
+    assert disk.rate(Arrangement(4096, max(depth, queues), True, True, queues), MIB) > 0
+    disk.close()
+    descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+    places = np.array([(descriptors[f], at) for f, at in zip(wanted.file_index, wanted.offsets, strict=True)])
+    try:
+        with mmap.mmap(-1, count * 4096) as memory:
+            address = np.frombuffer(memory, np.uint8).ctypes.data
+            for number in range(queues):
+                mine = places[number::queues]
+                queue, at = aio.Queue(depth), address + number * len(mine) * 4096
+                queue.stream(aio.Prepared(mine, 4096, at, len(mine), 4096, write=False))
+                queue.close()
+            read = np.frombuffer(bytes(memory), np.uint8).reshape(-1, 4096)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    order = [index for number in range(queues) for index in range(number, count, queues)]
+    held = [np.frombuffer(Path(path).read_bytes(), np.uint8).reshape(-1, 4096) for path in paths]
+    for row, index in zip(read, order, strict=True):
+        assert (row == held[wanted.file_index[index]][wanted.offsets[index] // 4096]).all()
+
+
+def test_an_io_past_the_end_is_an_error(paths: list[str]) -> None:
+    try:
+        queue = aio.Queue(4)
+    except BenchError as error:
+        pytest.skip(str(error))
+    descriptor = os.open(paths[0], os.O_RDONLY | os.O_DIRECT)
+    try:
+        with mmap.mmap(-1, 8192) as memory:
+            address = np.frombuffer(memory, np.uint8).ctypes.data
+            for offset, said in ((2 * MIB - 4096, "returned 4096"), (512 + 1, "Invalid argument")):
+                ios = aio.Prepared(
+                    np.array([[descriptor, 0], [descriptor, offset]]), 8192, address, 1, 8192, write=False
+                )
+                with pytest.raises(BenchError, match=f"an O_DIRECT io of 8192 bytes by kernel AIO.*{said}"):
+                    queue.stream(ios)
+    finally:
+        queue.close()
+        os.close(descriptor)
 
 
 def test_a_rows_own_ios_are_among_the_arrangements(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
