@@ -306,15 +306,32 @@ def _hints(types_: Iterable[Any]) -> dict[str, list[Any]]:
     return found
 
 
+def own_rows(experiment: str, config_dir: Path = CONFIG_DIR) -> dict[str, str]:
+    """The rows that an experiment describes itself, by name, and the kind of each."""
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.select(OmegaConf.load(config_dir / "experiment" / f"{experiment}.yaml"), "loaders") or {}
+    return {str(name): str(row.kind) for name, row in found.items()}
+
+
 def _check_loader_key(key: str, rest: str, config_dir: Path) -> None:
     from omegaconf import OmegaConf
 
     from bench import loaders
 
     name, _, option = rest.partition(".")
-    if name not in options("loader", config_dir):
-        raise BenchConfigError(f"unknown loader in '{key}'; {nearest(name, options('loader', config_dir))}")
-    valid = set(loaders.option_names(str(OmegaConf.load(config_dir / "loader" / f"{name}.yaml").kind)))
+    if name in options("loader", config_dir):
+        kind = OmegaConf.load(config_dir / "loader" / f"{name}.yaml").kind
+    else:
+        own = {
+            row: kind for each in options("experiment", config_dir) for row, kind in own_rows(each, config_dir).items()
+        }
+        if name not in own:
+            raise BenchConfigError(
+                f"unknown loader in '{key}'; {nearest(name, [*options('loader', config_dir), *own])}"
+            )
+        kind = own[name]
+    valid = set(loaders.option_names(str(kind)))
     if option and option not in valid | {"kind"}:
         raise BenchConfigError(f"unknown option '{key}'; {nearest(option, valid)}")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.config import CONFIG_DIR, options
+from bench.config import CONFIG_DIR, options, own_rows
 from bench.config_base import BenchConfigError, nearest
 
 
@@ -21,14 +21,20 @@ def check(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> None:
     if not own:
         return
     scenario, rows = _chosen("scenario", given, config_dir), _chosen("loader", given, config_dir)
+    experiment = given.get("experiment")
+    if rows is not None and experiment in options("experiment", config_dir):
+        rows += own_rows(str(experiment), config_dir)
     for head, name, *rest in own:
         if head == "scenario" and scenario is not None:
             _check_scenario(name, scenario[0], config_dir)
         elif head == "loaders" and rest and rows is not None and name not in rows:
-            listed = ",".join((*rows, name))
+            others = [each for each in options("experiment", config_dir) if name in own_rows(each, config_dir)]
+            instead = (
+                f"it is one of experiment={others[0]}" if others else f"add it with loader=[{','.join((*rows, name))}]"
+            )
             raise BenchConfigError(
                 f"'loaders.{name}.{'.'.join(rest)}' has no effect: {name} is no row of this run, which has "
-                f"{', '.join(rows)}; add it with loader=[{listed}]"
+                f"{', '.join(rows)}; {instead}"
             )
 
 

@@ -98,6 +98,7 @@ def test_an_unknown_override_names_the_nearest_valid_one(override: str, message:
             ["experiment=smoke", "loaders.kvikio_tuned.num_threads=3"],
             "kvikio_tuned is no row of this run, which has gdsstream_staged, safetensors, pread; add it with loader=[",
         ),
+        (["experiment=loader_epoch", "loaders.sl10.num_threads=9"], "one of experiment=loader_epoch_threads"),
     ],
 )
 def test_a_key_of_what_was_not_chosen_says_so(overrides: list[str], message: str) -> None:
@@ -113,12 +114,15 @@ def test_a_key_of_what_was_not_chosen_says_so(overrides: list[str], message: str
         ["experiment=smoke", "loader=[kvikio_tuned,pread]", "loaders.kvikio_tuned.num_threads=3"],
         ["experiment=smoke", "loader=pread", "loaders.pread.num_threads=3"],
         ["experiment=smoke,random", "scenario.records=3,4", "-m"],
-        ["experiment=mlperf", "scenario.workloads.unet3d.batch=3"],
+        ["experiment=loader_epoch_threads", "loaders.sl10.num_threads=9"],
+        ["experiment=two_gpus", "loaders.both_gpus.backend=mapped"],
+        ["experiment=mlperf", "scenario.workloads.unet3d.batch_size=3"],
         ["experiment=reference", "scenario.rounds=3"],
         ["loader=[pread],[safetensors]", "loaders.pread.num_threads=3", "-m"],
     ],
 )
 def test_a_key_of_what_was_chosen_passes(overrides: list[str]) -> None:
+    config.check_overrides([each for each in overrides if each != "-m"])
     config_chosen.check(overrides)
 
 
