@@ -87,7 +87,7 @@ def _own_over_scenario(flat: dict[str, Any], record: Record) -> dict[str, Any]:
         return flat
     own = {name: flat.pop(f"loader.{name}", None) for name in config_transfer.ROW_SETTINGS}
     for name in ("threads", "depth"):
-        if (record.derived or {}).get(name) is None:
+        if (record.derived or {}).get(name, 0) is None:
             flat.pop(f"scenario.{name}", None)
     return {**flat, **{f"scenario.{name}": value for name, value in own.items() if value is not None}}
 

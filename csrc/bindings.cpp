@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,6 +21,7 @@
 #include "fence.hpp"
 #include "ledger.hpp"
 #include "task.hpp"
+#include "timed_ios.hpp"
 
 namespace nb = nanobind;
 
@@ -102,6 +104,23 @@ std::vector<Extent> to_records(const Array<std::int32_t>& file, const Array<std:
                             static_cast<std::uint32_t>(file(i)), 0};
     }
     return extents;
+}
+
+std::vector<TimedIo> to_ios(const Array<std::int32_t>& descriptor, const Array<std::int64_t>& offset,
+                            const Array<std::int64_t>& bytes, const Array<std::uint64_t>& address) {
+    const std::size_t count = descriptor.size();
+    if (offset.size() != count || bytes.size() != count || address.size() != count) {
+        throw Error(ErrorKind::config, "the arrays of ios differ in length");
+    }
+    std::vector<TimedIo> ios(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (offset(i) < 0 || bytes(i) < 0) {
+            throw Error(ErrorKind::config, "io " + std::to_string(i) + " has a negative number");
+        }
+        ios[i] = TimedIo{descriptor(i), static_cast<std::uint64_t>(offset(i)), static_cast<std::uint64_t>(bytes(i)),
+                         address(i)};
+    }
+    return ios;
 }
 
 // Goes with the interpreter's lock held, which is why Quarantine lets go of owners only where it is told to.
@@ -248,6 +267,29 @@ NB_MODULE(_native, m) {
             "drained", [](TransferHandle& self) { return self->drained(); }, Release())
         .def("complete", &TransferHandle::complete)
         .def_prop_ro("nbytes", [](const TransferHandle& self) { return self->bytes(); });
+
+    nb::class_<TimedIos>(m, "TimedIos")
+        .def(
+            "__init__",
+            [](TimedIos* self, unsigned threads, std::uint64_t memory, std::uint64_t buffer_bytes, unsigned buffers,
+               int device) { new (self) TimedIos(TimedIosConfig{threads, memory, buffer_bytes, buffers, device}); },
+            nb::arg("threads"), nb::kw_only(), nb::arg("memory") = 0, nb::arg("buffer_bytes") = 0,
+            nb::arg("buffers") = 0, nb::arg("device") = -1, Release())
+        .def(
+            "begin",
+            [](TimedIos& self, const Array<std::int32_t>& descriptor, const Array<std::int64_t>& offset,
+               const Array<std::int64_t>& bytes, const Array<std::uint64_t>& address,
+               bool write) { self.begin(to_ios(descriptor, offset, bytes, address), write); },
+            nb::arg("descriptor"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("address"), nb::kw_only(),
+            nb::arg("write"))
+        .def("wait", &TimedIos::wait, nb::arg("seconds"), Release())
+        .def(
+            "seconds",
+            [](const TimedIos& self, nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+                std::copy_n(self.seconds().begin(), std::min(self.seconds().size(), out.size()), out.data());
+            },
+            nb::arg("out"))
+        .def("close", &TimedIos::close, Release());
 
     nb::class_<Request>(m, "Request")
         .def(

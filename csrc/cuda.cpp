@@ -94,6 +94,7 @@ Loaded load() {
     resolve(library, "cuEventQuery", d.event_query, missing);
     resolve(library, "cuEventSynchronize", d.event_synchronize, missing);
     resolve(library, "cuMemcpyHtoDAsync_v2", d.copy_to_device, missing);
+    resolve(library, "cuMemcpyDtoHAsync_v2", d.copy_to_host, missing);
     resolve(library, "cuMemGetAddressRange_v2", d.address_range, missing);
     resolve(library, "cuMemHostRegister_v2", d.host_register, missing);
     resolve(library, "cuMemHostUnregister", d.host_unregister, missing);

@@ -42,6 +42,7 @@ struct Driver {
     Result (*event_query)(EventHandle);
     Result (*event_synchronize)(EventHandle);
     Result (*copy_to_device)(DevicePointer, const void*, std::size_t, StreamHandle);
+    Result (*copy_to_host)(void*, DevicePointer, std::size_t, StreamHandle);
     // Since CUDA 12.8; nullptr in older drivers. The attributes are BatchAttributes of cuda.cpp.
     Result (*copy_batch)(DevicePointer*, DevicePointer*, std::size_t*, std::size_t, void*, std::size_t*, std::size_t,
                          StreamHandle);

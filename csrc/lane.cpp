@@ -1,12 +1,11 @@
 #include "lane.hpp"
 
-#include <signal.h>
-
 #include <algorithm>
 #include <optional>
 #include <system_error>
 #include <utility>
 
+#include "signals.hpp"
 #include "worker.hpp"
 
 namespace gdsstream {
@@ -17,22 +16,6 @@ namespace {
 constexpr std::uint64_t kMinPartBytes = 64 << 10;
 // Parts for each worker, so that a short transfer ends on all of them at about the same time.
 constexpr std::uint64_t kPartsPerThread = 4;
-
-// Signals belong to the interpreter's threads: a worker must not be the one that is interrupted.
-class SignalsBlocked {
-  public:
-    SignalsBlocked() {
-        sigset_t all;
-        ::sigfillset(&all);
-        ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-    SignalsBlocked(const SignalsBlocked&) = delete;
-    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
-  private:
-    sigset_t before_{};
-};
 
 }  // namespace
 

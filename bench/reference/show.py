@@ -23,10 +23,9 @@ _EXPLAINED = (
     "75 % of runs with three samples and in 94 % with five, and it decides only where an exact test says so at 5 %, as "
     "the reason then states. Rates are decimal and of the hardware that is named: they are shown, not compared. "
     "% of ceiling is what our row reaches of what this machine can do, measured in the same process; a ? says "
-    "that the ceiling is not believed, as the row is faster, and a claim on such shares stays undecided. Routes that "
-    "issue each io from threads of Python (storage_gpu, storage_cpu, storage_cpu_gpu) are bounded by the interpreter "
-    "below some 256 KiB: what they say of small ios is of them, and not of the storage; engine_* and "
-    "storage_cpu_aio are native."
+    "that the ceiling is not believed, as the row is faster, and a claim on such shares stays undecided. storage_gpu "
+    "issues each io from threads of Python, as kvikio has no other way: below some 256 KiB the interpreter bounds it, "
+    "and what it says of small ios is not of the storage. The other routes that claims are of are native."
 )
 
 

@@ -175,6 +175,30 @@ class Transfer:
     @property
     def nbytes(self) -> int: ...
 
+class TimedIos:
+    """Blocking ios by threads of their own, each timed; the bench's. Through `buffers` for each thread, which are
+    `buffer_bytes` large and lie end to end from `memory` on, or straight to their addresses. One caller at a time."""
+
+    def __init__(
+        self, threads: int, *, memory: int = 0, buffer_bytes: int = 0, buffers: int = 0, device: int = -1
+    ) -> None: ...
+    def begin(
+        self,
+        descriptor: NDArray[np.int32],
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        address: NDArray[np.uint64],
+        *,
+        write: bool,
+    ) -> None: ...
+    def wait(self, seconds: float) -> bool:
+        """Whether all have ended; raises the first failure once no thread does anything more."""
+
+    def seconds(self, out: NDArray[np.float64]) -> None:
+        """The seconds of each, into `out`; behind `wait`."""
+
+    def close(self) -> None: ...
+
 class Request:
     """What one transfer reads; can be submitted again and again."""
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 from transfer_stand_ins import CuFileApi, Kvikio, Stream
 from transfer_support import BASE, KIB, MIB, built, run
@@ -32,9 +29,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Kvikio, CuFileApi]:
     for module in (transfer_kvikio, transfer_bounce, transfer_cufile_batch):
         monkeypatch.setattr(module, "need_gpu", lambda job, what: None)
     monkeypatch.setattr(transfer_route.Route, "new_stream", lambda self: Stream())
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(transfer_bounce, "new_event", lambda: event)
-    monkeypatch.setattr(transfer_bounce, "on_stream", nullcontext)
     return kvikio, api
 
 
@@ -77,37 +71,3 @@ def test_a_job_for_another_gpu_says_how_to_run_it(tmp_path: Path, gpu: tuple[Kvi
     row = run(tmp_path, BASE, {"job": built("storage_gpu", gpu_dev_id=5)})["job"]
     assert row.status == "skipped"
     assert "CUDA_VISIBLE_DEVICES=5" in row.reason
-
-
-@pytest.mark.parametrize("name", ["storage_cpu_gpu", "storage_cpu_gpu_async"])
-def test_a_buffer_is_not_read_into_before_its_copy_has_been_made(
-    tmp_path: Path, name: str, gpu: tuple[Kvikio, CuFileApi], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copying: dict[int, Event] = {}
-    state = {"last": 0, "most": 0}
-
-    class Event:
-        def __init__(self) -> None:
-            self.buffer = state["last"]
-            copying[self.buffer] = self
-            state["most"] = max(state["most"], len(copying))
-
-        def record(self, stream: Any) -> None: ...
-
-        def synchronize(self) -> None:
-            del copying[self.buffer]
-
-    moved = transfer_bounce.move_full
-
-    def move(descriptor: int, memory: Any, offset: int, *, write: bool) -> None:
-        state["last"] = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-        assert state["last"] not in copying, "read into while it was copied from"
-        moved(descriptor, memory, offset, write=write)
-
-    monkeypatch.setattr(transfer_bounce, "new_event", Event)
-    monkeypatch.setattr(transfer_bounce, "move_full", move)
-    row = run(tmp_path, replace(BASE, threads=[1], depth=[1]), {name: built(name)})[name]
-    assert (row.status, row.reason) == ("ok", None)
-    assert copying == {}
-    # The asynchronous one has two buffers at least, so that a copy and a read overlap.
-    assert state["most"] == (2 if name == "storage_cpu_gpu_async" else 1)

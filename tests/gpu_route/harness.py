@@ -47,6 +47,7 @@ MODULES = (
     "scenarios_loader",
     "scenarios_stats",
     "scenarios_allocations",
+    "scenarios_timed_ios",
 )
 
 

@@ -37,6 +37,8 @@ _SIGNATURES = {
     "cuCtxPopCurrent_v2": (ctypes.c_int, [ctypes.c_void_p]),
     "cuStreamCreate": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]),
     "cuStreamDestroy_v2": (ctypes.c_int, [ctypes.c_void_p]),
+    "cuMemHostRegister_v2": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]),
+    "cuMemHostUnregister": (ctypes.c_int, [ctypes.c_void_p]),
     "cuStreamSynchronize": (ctypes.c_int, [ctypes.c_void_p]),
     "cuMemcpyDtoHAsync_v2": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]),
 }
@@ -95,6 +97,17 @@ class StandIn:
         finally:
             self._call("cuCtxPopCurrent_v2", None)
             self._call("cuDevicePrimaryCtxRelease_v2", ordinal)
+
+    @contextmanager
+    def registered(self, memory: torch.Tensor) -> Iterator[None]:
+        """Within, the driver knows this memory, as it does what a consumer has page-locked."""
+        with self.device():
+            self._call("cuMemHostRegister_v2", memory.data_ptr(), memory.nbytes, 0)
+        try:
+            yield
+        finally:
+            with self.device():
+                self._call("cuMemHostUnregister", memory.data_ptr())
 
     @contextmanager
     def stream(self, ordinal: int = 0) -> Iterator[int]:
