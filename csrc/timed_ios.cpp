@@ -191,6 +191,7 @@ bool TimedIos::wait(double seconds) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!ended_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return running_ == 0; })) return false;
     if (failure_.has_value()) throw *failure_;
+    if (closing_ && next_ < ios_.size()) throw Error(ErrorKind::closed, "these threads ended before all ios were made");
     return true;
 }
 

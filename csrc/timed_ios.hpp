@@ -48,7 +48,8 @@ class TimedIos {
     void close();
     // Lets the threads take the ios in turn. Throws Error(config) for one that is larger than a buffer.
     void begin(std::vector<TimedIo> ios, bool write);
-    // Whether all have ended, after `seconds` at most. Throws the first failure, once no thread does anything more.
+    // Whether all have ended, after `seconds` at most. Throws the first failure, once no thread does anything more, and
+    // Error(closed) where a close came before the last of them.
     bool wait(double seconds);
     // Seconds of each io, from before its read or copy to behind both; a read through several buffers ends where its
     // buffer is needed again. Only behind `wait`.

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "engine.hpp"
+#include "stress_ios.hpp"
 #include "stress_parts.hpp"
 
 namespace gdsstream {
@@ -291,6 +292,7 @@ void check_counts(const Round& round) {
 
 struct Totals {
     int rounds = 0;
+    int ios_right = 0;
     int jobs = 0;
     int right = 0;
 };
@@ -382,16 +384,23 @@ int stress(double seconds, std::uint64_t seed) {
         Random random(seed);
         const std::vector<Source> sources = make_sources(folder, random);
         const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-        while (Clock::now() < end && complaints == 0) run_round(random, fake, sources, totals);
+        while (Clock::now() < end && complaints == 0) {
+            run_round(random, fake, sources, totals);
+            for (int i = 0; i < 5; ++i) {
+                const IosRound ios = run_ios_round(random, fake, sources);
+                if (!ios.wrong.empty()) complain(ios.wrong);
+                totals.ios_right += ios.right;
+            }
+        }
     }
     std::filesystem::remove_all(folder);
     if (fake.there()) {
         fake.drain();
         check_nothing_left(fake);
     }
-    std::printf("%d rounds, %d transfers, %d of them complete and right, %d complaint(s)\n", totals.rounds, totals.jobs,
-                totals.right, complaints.load());
-    return complaints == 0 && totals.right > 0 ? 0 : 1;
+    std::printf("%d rounds, %d transfers, %d of them complete and right, %d rounds of ios right, %d complaint(s)\n",
+                totals.rounds, totals.jobs, totals.right, totals.ios_right, complaints.load());
+    return complaints == 0 && totals.right > 0 && totals.ios_right > 0 ? 0 : 1;
 }
 
 }  // namespace
