@@ -36,7 +36,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench import config, loaders, results, stats, sweeps
@@ -259,8 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare", description="Say of every row of two files of records whether B is faster."
     )
-    parser.add_argument("a", type=Path, metavar="A.jsonl", help="records to compare with")
-    parser.add_argument("b", type=Path, metavar="B.jsonl", help="records that are judged")
+    parser.add_argument(
+        "a", type=results.given, metavar="A", help="records to compare with: results.jsonl, or the directory of a run"
+    )
+    parser.add_argument("b", type=results.given, metavar="B", help="records that are judged")
     parser.add_argument("--threshold", type=_fraction, default=THRESHOLD, help="what makes a difference (default 0.03)")
     parser.add_argument("--by", choices=BY, default="rate", help="GB/s, or the share of the ceiling (default rate)")
     parser.add_argument("--fail-on", choices=FAIL_ON, action="append", default=[], help="exit 1 where a row is that")

@@ -190,7 +190,7 @@ def _measure(jobs: Sequence[JobRun], folder: Path, out: Console) -> list[Record]
             place.mkdir()
             settings = dataclasses.replace(job.settings, output=None, resume=None)
             task = guard.Task(
-                dataclasses.asdict(settings), str(place / resume.NAME), gate=str(folder / "gate"), cpus=job.cpus
+                dataclasses.asdict(settings), str(place / results.NAME), gate=str(folder / "gate"), cpus=job.cpus
             )
             attempts.append(guard.Attempt(task, place, _variables(job), bar=False))
         fds = [attempt.ended_fd for attempt in attempts]
@@ -208,7 +208,7 @@ def _measure(jobs: Sequence[JobRun], folder: Path, out: Console) -> list[Record]
 
 def _row(job: JobRun, attempt: guard.Attempt, reason: str, place: Path, out: Console) -> Record:
     """The job's row; a failed one where its process was lost."""
-    written = place / resume.NAME
+    written = place / results.NAME
     if attempt.told().end == "measured":
         (row,) = results.parse(written.read_text(encoding="utf-8"), written)
         return row

@@ -199,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.report", description="Write report.md and its plots from records of the bench."
     )
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.jsonl", help="records of bench.run")
+    parser.add_argument(
+        "results", nargs="+", type=results.given, metavar="RESULTS", help="records of bench.run, or its directory"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the directory for them; the first file's own otherwise"
     )

@@ -22,6 +22,9 @@ from bench.config import BenchError
 from bench.measure import NOT_COLD
 from bench.record import Record
 
+#: Of a run's records, in its directory.
+NAME = "results.jsonl"
+
 #: Version of the schema -> what it added, and what records from before it are given for that.
 _ADDED: dict[int, dict[str, Any]] = {
     2: {"figures": {}, "derived": None},
@@ -61,6 +64,12 @@ class Group(NamedTuple):
     @property
     def first(self) -> Record:
         return (self.measured or self.rest)[0]
+
+
+def given(text: str) -> Path:
+    """The file that an argument names, or that a run has left in the directory that it names."""
+    path = Path(text)
+    return path / NAME if path.is_dir() else path
 
 
 def read(path: Path) -> list[Record]:

@@ -23,7 +23,6 @@ from bench import config, results
 from bench.config import BenchConfig, BenchError
 from bench.record import Record
 
-NAME = "results.jsonl"
 #: Settings that say how a run is made, and may differ.
 _FREE = (
     "output",
@@ -54,12 +53,13 @@ def path(resume: str, job: int | None) -> Path:
     """
     given = Path(resume)
     if given.is_dir():
-        given = given / NAME if job is None else given / str(job) / NAME
+        given = given / results.NAME if job is None else given / str(job) / results.NAME
         if job is not None and given.parent.parent.is_dir():
             return given
     if not given.is_file():
         raise BenchError(
-            f"resume: there is no {given}; give the {NAME} of the run, its directory, or a multirun's directory with -m"
+            f"resume: there is no {given}; give the {results.NAME} of the run, its directory, or a multirun's "
+            "directory with -m"
         )
     return given
 

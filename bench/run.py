@@ -51,6 +51,7 @@ from bench import (
     record,
     reference,
     report,
+    results,
     resume,
     scenarios,
 )
@@ -154,7 +155,7 @@ def _app(composed: DictConfig) -> None:
         if settings.reference.parts:
             reference.run(settings, directory, out, HydraConfig.get().overrides.task)
             return
-        output = Path(settings.output or directory / resume.NAME)
+        output = Path(settings.output or directory / results.NAME)
         if settings.resume is not None:
             output = resume.path(settings.resume, _job())
         check_output(output)

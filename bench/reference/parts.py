@@ -26,7 +26,7 @@ from typing import Any
 from hydra.errors import HydraException
 from rich.console import Console
 
-from bench import config, environment, files, progress, results, resume, run_parts
+from bench import config, environment, files, progress, results, run_parts
 from bench.config import BenchConfig, BenchError, nearest
 from bench.record import Record
 from bench.reference import fit, forward
@@ -36,6 +36,8 @@ from bench.reference.plan import Part, Plan
 _ROOT = Path(__file__).resolve().parents[2]
 _STATE = "part.json"
 _PRINTED = "printed.txt"
+#: With less, a part could not even begin.
+_LEAST_S = 1.0
 _GRACE_S = 30.0
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _ENDING_S = 90.0
@@ -76,7 +78,7 @@ def run(plan: Plan, settings: BenchConfig, directory: Path, out: Console, given:
 def _combine(directory: Path, plan: Plan, made: dict[str, Made | None]) -> None:
     found = (made[part.name] for part in plan.parts)
     lines = [row.to_json() + "\n" for each in found if each is not None for row in each.rows]
-    target = directory / resume.NAME
+    target = directory / results.NAME
     new = target.with_name(f".{target.name}.new")
     new.write_text("".join(lines), encoding="utf-8")
     os.replace(new, target)
@@ -104,7 +106,7 @@ def _earlier(part: Part, directory: Path, given: Sequence[str]) -> Made | None:
         )
     if not held.get("ended"):
         return None
-    return Made(_rows(directory / part.name / resume.NAME), None, held.get("seconds"))
+    return Made(_rows(directory / part.name / results.NAME), None, held.get("seconds"))
 
 
 def _state(place: Path) -> dict[str, Any] | None:
@@ -138,11 +140,11 @@ def _make(
     rate: Callable[[Path], float],
 ) -> Made:
     place = directory / part.name
-    output = place / resume.NAME
+    output = place / results.NAME
     if part.experiment not in config.options("experiment"):
         near = nearest(part.experiment, config.options("experiment"))
         return Made(problem=f"there is no experiment {part.experiment!r}; {near}")
-    if budget_s <= 0:
+    if budget_s < _LEAST_S:
         return Made(_rows(output), "no time was left for it; give more with reference.max_seconds=")
     held = _state(place)
     begun = time.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from bench import report_md, resume, table
+from bench import report_md, results, table
 from bench.config import BenchError
 from bench.record import Record
 from bench.reference.claims import FAILS, HOLDS, INCOMPARABLE, SHOWN, UNDECIDED, Judged
@@ -61,7 +61,7 @@ def show(judged: Sequence[Judged], made: Mapping[str, Made], out: Console) -> No
 def write(judged: Sequence[Judged], made: Mapping[str, Made], directory: Path) -> Path:
     """report.md in `directory`: the comparison, the parts, and the tables of their records. Raises BenchError."""
     opening = _opening(judged, made, directory)
-    records = directory / resume.NAME
+    records = directory / results.NAME
     if records.exists() and records.stat().st_size:
         return report_md.write([records], directory, opening=opening)
     target = directory / report_md.NAME

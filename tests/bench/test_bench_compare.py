@@ -280,6 +280,10 @@ def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert exit_status(a, b, "--fail-on", "ambiguous", "--fail-on", "slower") == 1
     assert exit_status(a, other, "--fail-on", "missing") == 1
     assert exit_status(a, other) == 0
+    (tmp_path / "run").mkdir()
+    b.rename(tmp_path / "run" / "results.jsonl")
+    assert exit_status(a, tmp_path / "run", "--fail-on", "slower") == 1, "a run is named by its directory, too"
+    b = tmp_path / "run" / "results.jsonl"
     capsys.readouterr()
     assert exit_status(a, other, "--fail-on", "slower") == 2
     assert "could be compared" in " ".join(capsys.readouterr().err.split())

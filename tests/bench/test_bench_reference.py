@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from bench import config, reference, resume
+from bench import config, reference, results
 from bench.config import BenchConfigError, BenchError, ReferenceConfig
 from bench.reference import claims, parts, plan, show
 from bench.reference.claims import FAILS, INCOMPARABLE
@@ -138,7 +138,7 @@ def test_a_reference_run_from_end_to_end_and_resumed(tmp_path: Path) -> None:
     first = reference.run(settings, tmp_path / "run", out, given)
     assert [(row.loader, row.status) for row in first] == [("pread", "ok"), ("safetensors", "ok")]
     assert [len(row.samples_s) for row in first] == [6, 6], "the command line goes before the part"
-    lines = (tmp_path / "run" / resume.NAME).read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / "run" / results.NAME).read_text(encoding="utf-8").splitlines()
     assert (tmp_path / "all.jsonl").read_text(encoding="utf-8").splitlines() == lines
     assert [json.loads(line) for line in lines] == [json.loads(row.to_json()) for row in first]
     report = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
@@ -161,7 +161,7 @@ def test_a_reference_run_from_end_to_end_and_resumed(tmp_path: Path) -> None:
 
 
 def test_parts_for_which_no_time_is_left_say_so(tmp_path: Path) -> None:
-    settings = config.build(composed("experiment=reference_smoke", "reference.max_seconds=1e-9"))
+    settings = config.build(composed("experiment=reference_smoke", "reference.max_seconds=0.5"))
     found = parts.run(plan.build(settings.reference), settings, tmp_path, Console(file=io.StringIO()))
     assert all("no time was left" in str(each.problem) for each in found.values())
     judged = [claims.judge(each, found) for each in plan.build(settings.reference).claims]

@@ -357,6 +357,12 @@ def test_the_command(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_is_named_by_its_directory(tmp_path: Path) -> None:
+    write(tmp_path / "results.jsonl", [row("x", RATES)])
+    report_md.main([str(tmp_path), "--no-plots"])
+    assert "| x " in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
 def test_what_cannot_be_reported_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "rows.jsonl", [row("x", RATES)])
     for arguments, problem in (
