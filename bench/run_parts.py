@@ -186,8 +186,10 @@ def check_output(output: Path) -> None:
 def append(output: Path, rows: Sequence[record.Record]) -> None:
     """Add lines to a file of records, which is made where it is missing."""
     output.parent.mkdir(parents=True, exist_ok=True)
+    # Made before the file is: Ctrl-C shall not come between half of a part's rows and the rest.
+    text = "".join(row.to_json() + "\n" for row in rows)
     with output.open("a", encoding="utf-8") as lines:
-        lines.writelines(row.to_json() + "\n" for row in rows)
+        lines.write(text)
 
 
 def row_config(settings: BenchConfig, name: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_an_interrupted_run_keeps_what_was_complete(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     overrides = ["experiment=pipeline_smoke", "loader=[stream_staged]", "scenario.tokens=[16,32,64,128,256]"]
     long = command(tmp_path, *overrides, "scenario.rounds=60", "scenario.max_seconds=3")
-    with running(long, rows.exists, "no part was complete", limit_s=120) as process:
+    with running(long, lambda: rows.exists() and rows.stat().st_size, "no part was complete", limit_s=120) as process:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     assert "interrupted" in output
