@@ -1,11 +1,13 @@
-"""What a command line chooses: the scenario, which has keys of its own, and the loaders that are rows.
+"""What a command line chooses: the scenario, which has keys of its own, the loaders that are rows, and the directory.
 
 Hydra refuses a key that the chosen scenario lacks, and an option of a loader that is no row, but advises `+key`, which
-does not help. Here is said what is the matter. Choices that are a sweep are left to Hydra.
+does not help; of a directory that it cannot make it shows a traceback. Here is said what is the matter. Choices that
+are a sweep are left to Hydra.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,23 @@ def check(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> None:
                 f"'loaders.{name}.{'.'.join(rest)}' has no effect: {name} is no row of this run, which has "
                 f"{', '.join(rows)}; {instead}"
             )
+
+
+def check_directory(arguments: Sequence[str], config_dir: Path = CONFIG_DIR) -> None:
+    """Check that the run's own directory can be made, as far as it is no interpolation. Raises BenchConfigError."""
+    swept = any(each in ("-m", "--multirun") for each in arguments)
+    if any(each.startswith("-") for each in arguments) and not swept:
+        return  # --help, --cfg and others make none
+    kind = "sweep" if swept else "run"
+    given = dict(each.split("=", 1) for each in arguments if "=" in each)
+    text = given.get(f"hydra.{kind}.dir", _load(config_dir / "bench.yaml")["hydra"][kind]["dir"])
+    wanted = Path(str(text).strip("'\"").partition("${")[0]).absolute()
+    there = next(place for place in (wanted, *wanted.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "nothing can be written there" if there.is_dir() else "it is no directory"
+        raise BenchConfigError(
+            f"the run's directory {wanted} cannot be made in {there}: {why}; choose another with hydra.{kind}.dir="
+        )
 
 
 def _check_scenario(name: str, scenario: str, config_dir: Path) -> None:
@@ -80,4 +99,4 @@ def _load(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-__all__ = ["check"]
+__all__ = ["check", "check_directory"]

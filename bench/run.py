@@ -196,6 +196,7 @@ def main() -> None:
     try:
         config.check_overrides(sys.argv[1:])
         config_chosen.check(sys.argv[1:])
+        config_chosen.check_directory(sys.argv[1:])
         _app()
     except BenchError as error:
         _fail(error, report.console())

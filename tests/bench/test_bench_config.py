@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +126,23 @@ def test_a_key_of_what_was_not_chosen_says_so(overrides: list[str], message: str
 def test_a_key_of_what_was_chosen_passes(overrides: list[str]) -> None:
     config.check_overrides([each for each in overrides if each != "-m"])
     config_chosen.check(overrides)
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for arguments in (
+        [f"hydra.run.dir={tmp_path}/new/${{now:%Y}}"],
+        [f"hydra.run.dir={tmp_path}/file/x", "--cfg", "job"],
+    ):
+        config_chosen.check_directory(arguments)
+    with pytest.raises(config.BenchConfigError, match=r"file/x cannot be made in .*file: it is no directory; choose"):
+        config_chosen.check_directory([f"hydra.run.dir='{tmp_path}/file/x'"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)  # as of a file system that is mounted read-only
+    with pytest.raises(config.BenchConfigError, match=r"outputs/bench cannot be made .* hydra\.run\.dir="):
+        config_chosen.check_directory(["experiment=smoke"])
+    with pytest.raises(config.BenchConfigError, match=r"multirun/bench cannot .* hydra\.sweep\.dir="):
+        config_chosen.check_directory(["experiment=smoke", "-m"])
 
 
 def test_sizes_can_have_a_unit() -> None:
