@@ -13,6 +13,8 @@ namespace gdsstream {
 
 namespace {
 
+constexpr std::chrono::microseconds kPoll{50};
+
 std::string path_of(int descriptor) {
     char path[4096];
     const ssize_t length = ::readlink(("/proc/self/fd/" + std::to_string(descriptor)).c_str(), path, sizeof path);
@@ -88,14 +90,15 @@ class TimedIos::Lane {
         for (Slot& slot : slots_) land(slot);
     }
 
-    // Behind a failure: nothing may be copied any more when the buffers' owner hears of it.
+    // Behind a failure: nothing may be copied any more when the buffers' owner hears of it. Asks the stream: what
+    // failed may be the event that was to tell of a copy.
     void give_up() noexcept {
-        for (Slot& slot : slots_) {
-            try {
-                land(slot);
-            } catch (const std::exception&) {
-                slot.flying = false;  // the device is lost, and the first failure is told
-            }
+        for (Slot& slot : slots_) slot.flying = false;
+        if (stream_ == nullptr) return;
+        try {
+            while (!cuda::idle(stream_)) std::this_thread::sleep_for(kPoll);
+        } catch (const std::exception&) {
+            // The device is lost, its copies with it, and the first failure is told.
         }
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -86,3 +87,14 @@ def test_what_cannot_be_is_refused(path: Path) -> None:
         ios.begin(
             np.zeros(2, np.int32), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(2, np.uint64), write=False
         )
+
+
+def test_a_close_right_behind_the_beginning_leaves_nobody_waiting(path: Path) -> None:
+    memory = torch.zeros(IO * COUNT, dtype=torch.uint8)
+    with open(path, "rb") as file:
+        for _ in range(50):
+            ios = _native.TimedIos(4)
+            begin(ios, file.fileno(), memory)
+            ios.close()
+            with suppress(gdsstream.EngineClosedError):
+                assert ios.wait(5)

@@ -24,11 +24,15 @@ IO, COUNT, THREADS = 4 * KIB, 96, 3
 
 
 @contextmanager
-def buffers(fake: StandIn, count: int) -> Iterator[dict[str, int]]:
-    """Memory that the driver knows, so that copies out of it are not made at once."""
-    memory = torch.zeros(THREADS * count * IO, dtype=torch.uint8)
+def timed_ios(fake: StandIn, buffers: int, threads: int = THREADS) -> Iterator[_native.TimedIos]:
+    """Threads with so many buffers each, in memory that the driver knows: copies out of it are made later."""
+    memory = torch.zeros(threads * buffers * IO, dtype=torch.uint8)
     with fake.registered(memory):
-        yield {"memory": memory.data_ptr(), "buffers": count, "buffer_bytes": IO, "device": 0}
+        ios = _native.TimedIos(threads, memory=memory.data_ptr(), buffers=buffers, buffer_bytes=IO, device=0)
+        try:
+            yield ios
+        finally:
+            ios.close()
 
 
 def begin(ios: _native.TimedIos, path: Path, memory: torch.Tensor, *, write: bool = False) -> None:
@@ -58,8 +62,7 @@ def timed_reads_through_buffers(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", COUNT * IO)
     for count in (1, 3):
         target = torch.zeros(COUNT * IO, dtype=torch.uint8)
-        with buffers(fake, count) as through:
-            ios = _native.TimedIos(THREADS, **through)
+        with timed_ios(fake, count) as ios:
             for _ in range(2):
                 target.zero_()
                 begin(ios, folder / "data", target)
@@ -69,28 +72,24 @@ def timed_reads_through_buffers(fake: StandIn, folder: Path) -> None:
                 taken = np.zeros(COUNT)
                 ios.seconds(taken)
                 assert (taken > 0).all()
-            ios.close()
 
 
 @scenario(delays_us=(0, 300))
 def timed_writes_through_buffers(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", COUNT * IO)
     (folder / "out").write_bytes(b"\0" * (COUNT * IO))
-    source = in_order(data).clone()
-    with buffers(fake, 2) as through:
-        ios = _native.TimedIos(THREADS, **through)
+    source = in_order(data)
+    with timed_ios(fake, 2) as ios:
         begin(ios, folder / "out", source, write=True)
         finish(ios)
-        ios.close()
     assert (folder / "out").read_bytes() == data.numpy().tobytes()
 
 
-@scenario()
+@scenario(delays_us=(300,))
 def timed_reads_of_which_one_fails(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", COUNT * IO)
     target = torch.zeros(COUNT * IO, dtype=torch.uint8)
-    with buffers(fake, 3) as through:
-        ios = _native.TimedIos(THREADS, **through)
+    with timed_ios(fake, 3) as ios:
         fake.fail("cuMemcpyHtoDAsync_v2", ILLEGAL_ADDRESS, after=20)
         begin(ios, folder / "data", target)
         with pytest.raises(gdsstream.CudaError, match="while copying an io"):
@@ -105,15 +104,28 @@ def timed_reads_of_which_one_fails(fake: StandIn, folder: Path) -> None:
         begin(ios, folder / "data", target)
         finish(ios)
         assert torch.equal(target, in_order(data))
-        ios.close()
+
+
+@scenario()
+def timed_reads_of_which_a_copy_cannot_be_followed(fake: StandIn, folder: Path) -> None:
+    write_random(folder / "data", COUNT * IO)
+    target = torch.zeros(COUNT * IO, dtype=torch.uint8)
+    with timed_ios(fake, 2, threads=1) as ios:
+        fake.fail("cuEventRecord", ILLEGAL_ADDRESS)
+        with fake.paused():
+            begin(ios, folder / "data", target)
+            assert not ios.wait(0.2), "the copy that was begun is still to be made"
+            assert fake.count("in_flight_copies") == 1
+        with pytest.raises(gdsstream.CudaError, match="while recording an event"):
+            finish(ios)
+        assert fake.count("in_flight_copies") == 0
 
 
 @scenario()
 def timed_reads_closed_in_the_middle(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", COUNT * IO)
     target = torch.zeros(COUNT * IO, dtype=torch.uint8)
-    with buffers(fake, 2) as through:
-        ios = _native.TimedIos(THREADS, **through)
+    with timed_ios(fake, 2) as ios:
         with fake.paused():
             begin(ios, folder / "data", target)
             until(lambda: fake.count("in_flight_copies") == 2 * THREADS, "every buffer is under way")
@@ -127,7 +139,9 @@ def timed_reads_closed_in_the_middle(fake: StandIn, folder: Path) -> None:
         closing.join(10)
         assert not closing.is_alive()
         assert fake.count("in_flight_copies") == 0
-        with pytest.raises(gdsstream.EngineClosedError):
+        with pytest.raises(gdsstream.EngineClosedError, match="before all ios were made"):
+            ios.wait(1)
+        with pytest.raises(gdsstream.EngineClosedError, match="have ended"):
             begin(ios, folder / "data", target)
     delivered = (target.view(COUNT, IO) == in_order(data).view(COUNT, IO)).all(dim=1)
     assert 2 * THREADS <= int(delivered.sum()) < COUNT
