@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _LEAST_RECORDS = 4
 # Single records are the disk's limit below, whole blocks of many threads above.
 _LARGE_RECORD = 1 << 20
-_CEILING_BYTES = 256 << 20
+# Of the records that a ceiling may read: a second or so of a fast disk. In a tenth of one, filling and emptying the
+# disk's queues is a good part.
+_CEILING_BYTES = 2 << 30
 
 
 def plan(scenario: EpochConfig, chosen: Plan) -> Plan:
