@@ -33,8 +33,8 @@ _BLOCKS = (1 * _MIB, 4 * _MIB, 16 * _MIB)
 #: In flight, and in how many queues.
 _AIO_BLOCKS, _AIO_DEPTHS = (512 * _KIB, 1 * _MIB, 4 * _MIB), ((8, 1), (32, 1), (128, 1), (32, 4), (128, 4))
 #: Of single records.
-_RECORD_THREADS = (4, 16, 64)
-_RECORD_DEPTHS = ((32, 1), (128, 1), (512, 1), (128, 4), (512, 4), (1024, 8))
+_RECORD_THREADS = (4, 8, 16, 64)
+_RECORD_DEPTHS = ((8, 1), (32, 1), (128, 1), (512, 1), (128, 4), (512, 4), (1024, 8))
 #: In flight at once; more is no other arrangement to a disk.
 _MOST_BYTES, _MOST_THREADS, _MOST_DEPTH = 256 * _MIB, 64, 1024
 #: From here on single records may be slower than whole blocks.

@@ -113,7 +113,8 @@ class EpochConfig(ScenarioConfig):
     sizes: list[int] = field(default_factory=lambda: [4096, 65536, 1 << 20, 150_000_000])
     #: Of a batch, at most, but for one record where that is larger.
     batch_bytes: int = 16 << 20
-    #: How long a sample takes, about: as many whole epochs, or a part of one where that takes longer.
+    #: How long a sample takes, about: as many whole epochs, one where the cache is cold, or a part of one where that
+    #: takes more than twice as long.
     sample_seconds: float = 1.0
     #: What a sample delivers at most, held on the device until it is verified; None: 32 GiB on
     #: a GPU, or a quarter of its memory; 1 GiB on the CPU.

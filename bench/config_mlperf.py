@@ -75,7 +75,8 @@ class MlperfConfig(ScenarioConfig):
     compute: list[bool] = field(default_factory=lambda: [True, False])
     #: Of the seconds; other than 1 for a try on a machine that is no such accelerator's host.
     compute_scale: float = 1.0
-    #: How long a sample takes, about: as many steps; whole epochs where they take less.
+    #: How long a sample takes, about: as many steps; whole epochs, one of a cold cache, where they take less than twice
+    #: that.
     sample_seconds: float = 2.0
     #: That a sample has at least, however long they take.
     least_steps: int = 8

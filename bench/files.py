@@ -99,6 +99,8 @@ class Plan:
     by_part: bool = False
     #: Whether the files stay when the run ends.
     keep: bool = False
+    #: Whether what is read twice in a sample would come from a cache that was emptied before.
+    cold: bool = False
 
     @property
     def total_bytes(self) -> int:

@@ -34,6 +34,10 @@ def epochs(records: Sequence[Record]) -> Content:
             "its compute alone, measured right before it, the first batch excepted.",
             *shown,
         ]
+    if broken := dict.fromkeys(record.loader for record in records if (_of(record)["epochs"] or 1) < 1):
+        shown.append(
+            f"Samples that end within an epoch, and pay for what was read ahead for the rest: {', '.join(broken)}."
+        )
     detail = dict.fromkeys(
         f"ceiling at {table.block(_of(r)['record_bytes'])}: {r.ceiling['kind']} ({r.ceiling['detail']}), "
         f"{table.rate(r.ceiling['gb_per_s'])} GB/s."

@@ -25,7 +25,7 @@ def plan(scenario: ScenarioConfig, chosen: Plan, *, cold: bool) -> Plan:
     if isinstance(scenario, EpochConfig):
         from bench.scenarios import epoch
 
-        return epoch.plan(scenario, chosen)
+        return epoch.plan(scenario, chosen, cold=cold)
     if isinstance(scenario, CheckpointConfig):
         from bench.scenarios import checkpoint
 
@@ -33,7 +33,7 @@ def plan(scenario: ScenarioConfig, chosen: Plan, *, cold: bool) -> Plan:
     if isinstance(scenario, MlperfConfig):
         from bench.scenarios import mlperf
 
-        return mlperf.plan(scenario, chosen)
+        return mlperf.plan(scenario, chosen, cold=cold)
     if isinstance(scenario, TransferConfig):
         from bench.scenarios import transfer
 

@@ -1,10 +1,11 @@
 """What the scenarios of a dataset's batches share: samples of epochs, compute behind each batch, and the check.
 
 A sample is whole epochs one after the other, as many as take about `sample_seconds`, or a part of one epoch where that
-takes longer; the first load says how many. Each batch is copied, by the current stream, into memory that is verified
-after the clock has stopped (sinks.py): every byte of it, and that an epoch has each record once and in another order
-than stored. So batches are given back while the epoch goes on, as in training, and those that are only valid until the
-next one is asked for can be measured too.
+takes more than twice as long: it ends while the loader reads ahead, whose time that is. The first load says how many.
+Of a cold cache it is one epoch at most: the second could come from the cache that the first one filled. Each batch is
+copied, by the current stream, into memory that is verified after the clock has stopped (sinks.py): every byte of it,
+and that an epoch has each record once and in another order than stored. So batches are given back while the epoch goes
+on, as in training, and those that are only valid until the next one is asked for can be measured too.
 
 Compute follows each batch on the same stream, less of it where a batch is not full. The host stays at most one step
 ahead of the device, as a training loop that looks at its loss a step later. The same steps on a resident batch, right
@@ -78,11 +79,12 @@ class Batches(Workload):
         sample_seconds: float,
         sample_bytes: int | None,
         compute_s: float,
+        one_epoch: bool = False,
         request: GatherRequest | None = None,
     ) -> None:
         self._shards, self._batch = shards, batch_size
         self._directory = shards.directory.parent
-        self._sample_seconds = sample_seconds
+        self._sample_seconds, self._one_epoch = sample_seconds, one_epoch
         self.units = shards.num_records
         self._clock = Clock(device)
         self.job = Job(
@@ -215,8 +217,9 @@ class Batches(Workload):
         beyond = first.seconds - first.first_s
         rate = (first.records - self._batch) / beyond if len(first.batches) > 1 else first.records / first.seconds
         wanted = max(int(rate * self._sample_seconds), self.least_batches * self._batch)
-        if self._sink.epochs and wanted >= self.units:
-            return Length(min(wanted // self.units, self._sink.epochs), None)
+        if self._sink.epochs and 2 * wanted >= self.units:
+            most = 1 if self._one_epoch else self._sink.epochs
+            return Length(min(max(wanted // self.units, 1), most), None)
         return Length(1, min(wanted, self._sink.records, self.units) // self._batch)
 
     # ---- after it

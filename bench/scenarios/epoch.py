@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from bench.measure import Sample
 
 _LEAST_RECORDS = 4
-# Single records are the disk's limit below, whole blocks of many threads above.
+# Single records are the disk's limit up to here, whole blocks of many threads above.
 _LARGE_RECORD = 1 << 20
 # Of the records that a ceiling may read: a second or so of a fast disk. In a tenth of one, filling and emptying the
 # disk's queues is a good part.
 _CEILING_BYTES = 2 << 30
 
 
-def plan(scenario: EpochConfig, chosen: Plan) -> Plan:
+def plan(scenario: EpochConfig, chosen: Plan, *, cold: bool) -> Plan:
     """As much for each size of a record as was chosen. Raises BenchConfigError where that is too little."""
     if chosen.tensors is not None:
         raise BenchConfigError("'storage.tensors' has to be null: a shard is one tensor of records")
@@ -41,7 +41,7 @@ def plan(scenario: EpochConfig, chosen: Plan) -> Plan:
                 f"'storage.files' times 'storage.file_bytes' is {chosen.total_bytes} bytes, which is less than "
                 f"{_LEAST_RECORDS} records of {size} bytes; raise storage.file_bytes or lower scenario.sizes"
             )
-    return dataclasses.replace(chosen, by_part=True)
+    return dataclasses.replace(chosen, by_part=True, cold=cold)
 
 
 class Epoch(Batches):
@@ -65,6 +65,7 @@ class Epoch(Batches):
             sample_seconds=scenario.sample_seconds,
             sample_bytes=scenario.sample_bytes,
             compute_s=scenario.compute_ms / 1e3,
+            one_epoch=files.plan.cold,
             request=request(shards, scenario.seed),
         )
 
@@ -88,7 +89,7 @@ class Epoch(Batches):
 
 def request(shards: RecordShards, seed: int) -> GatherRequest | None:
     """Records of the dataset, for a ceiling of single records; None where that is not what limits them."""
-    if shards.sizes is not None or shards.record_bytes >= _LARGE_RECORD or shards.record_bytes % 512:
+    if shards.sizes is not None or shards.record_bytes > _LARGE_RECORD or shards.record_bytes % 512:
         return None
     random = np.random.default_rng(seed)
     count = max(1, min(shards.num_records, _CEILING_BYTES // shards.record_bytes))

@@ -53,7 +53,7 @@ _LEAST_BATCHES = 2
 _COPIES = 10
 
 
-def plan(scenario: MlperfConfig, chosen: Plan) -> Plan:
+def plan(scenario: MlperfConfig, chosen: Plan, *, cold: bool) -> Plan:
     """As much for each workload as was chosen. Raises BenchConfigError where that is too little."""
     if chosen.tensors is not None:
         raise BenchConfigError("'storage.tensors' has to be null: a shard is one tensor of samples")
@@ -65,7 +65,7 @@ def plan(scenario: MlperfConfig, chosen: Plan) -> Plan:
                 f"'scenario.most_samples' is {scenario.most_samples}; workload {name} needs {_LEAST_BATCHES} batches "
                 f"of {workload.batch_size} samples, about {_LEAST_BATCHES * batch_bytes} bytes; raise the lower one"
             )
-    return dataclasses.replace(chosen, by_part=True)
+    return dataclasses.replace(chosen, by_part=True, cold=cold)
 
 
 def drawn(scenario: MlperfConfig, workload: WorkloadConfig, nbytes: int) -> npt.NDArray[np.int64]:
@@ -138,6 +138,7 @@ class Mlperf(Batches):
             sample_seconds=scenario.sample_seconds,
             sample_bytes=scenario.sample_bytes,
             compute_s=self._table_s if compute else 0.0,
+            one_epoch=files.plan.cold,
             request=request(shards, scenario.seed),
         )
 

@@ -26,7 +26,7 @@ from steady import Steady
 from bench import config, files, loaders, measure, record, record_shards, report, scenarios
 from bench.ceilings import Ceiling, Overlap
 from bench.loaders.base import Job, Loader
-from bench.scenarios.epoch import Epoch
+from bench.scenarios.epoch import Epoch, request
 
 MIB = 1 << 20
 EPOCH = config.EpochConfig(
@@ -293,6 +293,20 @@ def test_a_slow_loader_delivers_a_part_of_an_epoch(written: files.BenchFiles) ->
     assert loader.closed == 3
 
 
+def test_of_a_cold_cache_no_sample_reads_a_second_epoch(tmp_path: Path) -> None:
+    loader = InMemory()
+    with files.written(scenarios.plan(EPOCH, files.Plan(tmp_path, 3, MIB, ""), cold=True)) as found:
+        row = measured(found, {"row": loader}, replace(EPOCH, sample_seconds=5.0))["row"]
+    assert loader.asked == [1, 1, 1]
+    assert (row.units, row.figures["epochs"]) == (768, [1, 1])
+
+
+def test_an_epoch_that_is_a_little_longer_than_a_sample_is_delivered_whole(written: files.BenchFiles) -> None:
+    # Twelve batches, 0.24 s.
+    row = measured(written, {"row": InMemory(pause_s=0.02)}, replace(EPOCH, sample_seconds=0.18))["row"]
+    assert row.figures["batches"] == [12, 12]
+
+
 def test_a_dataset_that_cannot_be_kept_whole_is_delivered_in_part(written: files.BenchFiles) -> None:
     loader = InMemory()
     row = measured(written, {"row": loader}, replace(EPOCH, sample_bytes=MIB, sample_seconds=5.0))["row"]
@@ -331,6 +345,28 @@ def test_compute_is_measured_alone_and_beside_the_loader(written: files.BenchFil
     assert rows["slow"].derived is not None
     assert 0.01 <= rows["slow"].derived["stall_s"] < 1  # longer on a busy machine
     assert rows["slow"].derived["overhead"] > 0.5
+
+
+# ---- what a ceiling reads
+
+
+@pytest.mark.parametrize(("size", "count"), [(4096, 4096), (MIB, 16), (2 * MIB, None), (4097, None)])
+def test_the_ceiling_of_records_up_to_a_mebibyte_reads_each_of_them_in_random_order(
+    tmp_path: Path, size: int, count: int | None
+) -> None:
+    shards = record_shards.write(tmp_path / "shards", POOL, 16 * MIB // size, size, 4)
+    asked = request(shards, seed=0)
+    if count is None:
+        assert asked is None  # blocks are as fast, or an io with O_DIRECT cannot be a record
+        return
+    assert asked is not None
+    assert asked.length == size
+    places = {(int(f), int(at)) for f, at in zip(asked.file_index, asked.offsets, strict=True)}
+    assert len(places) == len(asked.offsets) == count
+    in_order = np.lexsort((asked.offsets, asked.file_index))
+    assert (in_order != np.arange(count)).any()
+    numbers = {int.from_bytes(Path(shards.paths[f]).read_bytes()[at : at + 8], "little") for f, at in places}
+    assert numbers == set(range(count))
 
 
 # ---- what is refused
