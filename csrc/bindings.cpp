@@ -20,6 +20,7 @@
 #include "engine.hpp"
 #include "fence.hpp"
 #include "ledger.hpp"
+#include "pace.hpp"
 #include "task.hpp"
 #include "timed_ios.hpp"
 
@@ -141,12 +142,21 @@ using Spans = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t
 // For tests of the cutting: each task as (group, reads, copies).
 std::vector<std::tuple<std::uint32_t, Spans, Spans>> cut(std::vector<Extent> extents, std::uint64_t task_bytes,
                                                          std::uint64_t alignment, std::uint64_t read_bytes,
-                                                         unsigned ramp_tasks) {
+                                                         unsigned ramp_tasks, std::uint64_t piece_bytes) {
     std::uint32_t files = 0;
     for (const Extent& extent : extents) files = std::max(files, extent.file + 1);
     const CutRules rules{task_bytes, alignment, read_bytes, ramp_tasks};
     std::vector<std::tuple<std::uint32_t, Spans, Spans>> result;
-    for (const Task& task : cut_tasks(extents, std::vector<std::uint32_t>(files, 0), 0, rules)) {
+    std::vector<Task> tasks = cut_tasks(extents, std::vector<std::uint32_t>(files, 0), 0, rules);
+    if (piece_bytes > 0) {
+        std::vector<Task> pieces;
+        const CutRules smaller{piece_bytes, alignment, read_bytes, 0};
+        for (const Task& task : tasks) {
+            for (const Task& piece : recut(extents, task, smaller)) pieces.push_back(piece);
+        }
+        tasks = std::move(pieces);
+    }
+    for (const Task& task : tasks) {
         std::vector<ReadSpan> reads;
         std::vector<CopySpan> copies;
         expand_staged(extents, task, rules, reads, copies);
@@ -183,8 +193,9 @@ NB_MODULE(_native, m) {
     m.def("cut_for_tests",
           [](const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
              const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint64_t task_bytes,
-             std::uint64_t alignment, std::uint64_t read_bytes, unsigned ramp_tasks) {
-              return cut(to_extents(file, offset, bytes, target, group), task_bytes, alignment, read_bytes, ramp_tasks);
+             std::uint64_t alignment, std::uint64_t read_bytes, unsigned ramp_tasks, std::uint64_t piece_bytes) {
+              return cut(to_extents(file, offset, bytes, target, group), task_bytes, alignment, read_bytes, ramp_tasks,
+                         piece_bytes);
           });
 
     // Torch never frees an autograd graph that is alive when the interpreter exits, nor what it refers to.
@@ -245,13 +256,20 @@ NB_MODULE(_native, m) {
     nb::class_<LaneConfig>(m, "Lane").def(
         "__init__",
         [](LaneConfig* self, const std::string& reader, bool direct, unsigned threads, unsigned depth,
-           std::uint64_t read_bytes, bool fixed_buffers, std::string faults, std::shared_ptr<Ledger> ledger) {
-            new (self) LaneConfig{to_reader(reader), direct,        threads,           depth,
-                                  read_bytes,        fixed_buffers, std::move(faults), std::move(ledger)};
+           std::uint64_t read_bytes, bool fixed_buffers, bool paced, std::string faults,
+           std::shared_ptr<Ledger> ledger) {
+            new (self) LaneConfig{to_reader(reader), direct,           threads, depth, read_bytes, fixed_buffers, paced,
+                                  std::move(faults), std::move(ledger)};
         },
         nb::arg("reader"), nb::kw_only(), nb::arg("direct"), nb::arg("threads"), nb::arg("depth"),
-        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("faults") = "",
+        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("paced") = false, nb::arg("faults") = "",
         nb::arg("ledger") = nb::none());
+
+    nb::class_<Pace>(m, "Pace")
+        .def(nb::init<unsigned>(), nb::arg("threads"))
+        .def_prop_ro("limit_bytes", &Pace::limit_bytes)
+        .def("begin", &Pace::begin, nb::arg("now_ns"))
+        .def("arrived", &Pace::arrived, nb::arg("reads"), nb::arg("nbytes"), nb::arg("quickest_ns"), nb::arg("now_ns"));
 
     nb::class_<TransferHandle>(m, "Transfer")
         .def(

@@ -29,14 +29,15 @@ std::byte* StagingRing::segment_data(unsigned segment) const {
 }
 
 Slot* StagingRing::take_free_or_copied() {
-    if (!free_.empty()) {
-        Slot* slot = free_.back();
-        free_.pop_back();
-        return slot;
-    }
+    // One that was used before one that was not: no more of the ring is in use than has to be.
     if (!copying_.empty() && copying_.front()->copied.complete()) {
         Slot* slot = copying_.front();
         copying_.pop_front();
+        return slot;
+    }
+    if (!free_.empty()) {
+        Slot* slot = free_.back();
+        free_.pop_back();
         return slot;
     }
     return nullptr;

@@ -10,9 +10,6 @@ namespace gdsstream {
 
 namespace {
 
-// More than this under way in one thread fills the disk's queue with large reads, and slots with bytes that wait.
-constexpr std::uint64_t kBytesUnderWay = 16 << 20;
-
 // Of smaller reads, which a thread makes one by one in a microsecond or so, every sixteenth is timed.
 constexpr std::uint64_t kAlwaysTimedBytes = 64 << 10;
 constexpr std::uint64_t kTimedShare = 16;
@@ -70,20 +67,21 @@ void Worker::run() {
 void Worker::top_up() {
     for (;;) {
         const bool idle = reads_under_way_ == 0;
-        if (!idle && (reader_->room() == 0 || bytes_under_way_ >= kBytesUnderWay)) return;
+        if (!idle && (reader_->room() == 0 || bytes_under_way_ >= most_under_way())) return;
         // What stopped the set-up (no descriptor left, say) may be over by now; and claiming already needs the context.
         if (part_.empty() && broken_.has_value()) set_up();
         if (part_.empty()) {
             if (!lane_.claim(part_, idle)) return;
-            if (tally_ != nullptr && !one_by_one_) now_ns_ = now_ns();
+            if (timed() && !one_by_one_) now_ns_ = now_ns();
         }
+        if (idle && paced_) pace_.begin(now_ns_);
         start_next_read();
     }
 }
 
 // A look at the clock takes 25 ns. Reads that are made at depth share one for all that arrive together.
 void Worker::note_start(ReadOp& op) {
-    if (tally_ == nullptr) return;
+    if (!timed()) return;
     if (!one_by_one_) {
         op.started_ns = now_ns_;
     } else if (op.bytes >= kAlwaysTimedBytes || small_reads_++ % kTimedShare == 0) {
@@ -100,6 +98,21 @@ void Worker::note_end(const ReadOp& op) {
     tally_->add(op.bytes, std::min(op.done, op.bytes), op.retries);
     if (op.started_ns != 0) tally_->time((one_by_one_ ? now_ns() : now_ns_) - op.started_ns);
 }
+
+// Before any of what arrived is delivered, which takes time that the disk did not.
+void Worker::note_pace() {
+    std::uint64_t bytes = 0;
+    std::uint64_t quickest_ns = now_ns_;
+    for (const ReadOp* op : arrived_) {
+        bytes += op->bytes;
+        quickest_ns = std::min(quickest_ns, now_ns_ - op->started_ns);
+    }
+    pace_.arrived(arrived_.size(), bytes, quickest_ns, now_ns_);
+    lane_.pace(pace_.limit_bytes());
+}
+
+// More than the most fills a disk's queue with large reads, and slots with bytes that wait.
+std::uint64_t Worker::most_under_way() const { return paced_ ? pace_.limit_bytes() : Pace::kMostBytes; }
 
 void Worker::start_next_read() {
     Work& work = *part_.work;
@@ -137,7 +150,8 @@ void Worker::start_next_read() {
 void Worker::collect() {
     arrived_.clear();
     reader_->collect(arrived_);
-    if (tally_ != nullptr && !one_by_one_) now_ns_ = now_ns();
+    if (timed() && !one_by_one_) now_ns_ = now_ns();
+    if (paced_) note_pace();
     for (ReadOp* op : arrived_) {
         Work& work = *op->owner;
         --reads_under_way_;

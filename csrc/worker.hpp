@@ -8,12 +8,14 @@
 #include <vector>
 
 #include "lane.hpp"
+#include "pace.hpp"
 
 namespace gdsstream {
 
 class Worker {
   public:
-    Worker(Lane& lane, Shared& shared) : lane_(lane), shared_(shared) {}
+    Worker(Lane& lane, Shared& shared)
+        : lane_(lane), shared_(shared), paced_(lane.config().paced), pace_(lane.config().threads) {}
     void run();
 
   private:
@@ -23,6 +25,9 @@ class Worker {
     void collect();
     void note_start(ReadOp& op);
     void note_end(const ReadOp& op);
+    void note_pace();
+    std::uint64_t most_under_way() const;
+    bool timed() const { return tally_ != nullptr || paced_; }
 
     Lane& lane_;
     Shared& shared_;
@@ -31,6 +36,8 @@ class Worker {
     Part part_;
     std::size_t reads_under_way_ = 0;
     std::uint64_t bytes_under_way_ = 0;
+    const bool paced_;
+    Pace pace_;
     std::vector<ReadOp*> arrived_;
     Tally* tally_ = nullptr;  // where this thread counts, if anybody wants to know
     bool one_by_one_ = false;

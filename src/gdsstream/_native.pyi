@@ -48,9 +48,10 @@ def cut_for_tests(
     alignment: int,
     read_bytes: int,
     ramp_tasks: int,
+    piece_bytes: int,
 ) -> list[tuple[int, list[_Span], list[_Span]]]:
-    """How extents are cut: (group, reads, copies) of each task. A read is (file, offset, nbytes, wanted, place in
-    the slot), a copy (place in the slot, target, nbytes, file, 0)."""
+    """How extents are cut: (group, reads, copies) of each task, or of its pieces where `piece_bytes` is not 0. A read
+    is (file, offset, nbytes, wanted, place in the slot), a copy (place in the slot, target, nbytes, file, 0)."""
 
 class File:
     """An open file with the stamp that it has to keep: (device, inode, size, mtime_ns, ctime_ns)."""
@@ -137,7 +138,8 @@ class Activity:
     def microseconds(self) -> int: ...
 
 class Lane:
-    """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread."""
+    """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread at most;
+    where they are `paced`, as many as keep the disk busy."""
 
     def __init__(
         self,
@@ -148,9 +150,23 @@ class Lane:
         depth: int,
         read_bytes: int,
         fixed_buffers: bool = False,
+        paced: bool = False,
         faults: str = "",
         ledger: Ledger | None = None,
     ) -> None: ...
+
+class Pace:
+    """How many bytes one of `threads` threads has under way at a disk: what the disk brings in a few milliseconds. Each
+    thread of a lane has one; here for tests."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def limit_bytes(self) -> int: ...
+    def begin(self, now_ns: int) -> None:
+        """The thread has reads under way from now on, and had none before."""
+
+    def arrived(self, reads: int, nbytes: int, quickest_ns: int, now_ns: int) -> None:
+        """As many came back by now, the quickest of them after so long."""
 
 class Transfer:
     """Bytes under way. A group of -1 stands for all groups.

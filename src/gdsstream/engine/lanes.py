@@ -59,6 +59,8 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
             depth=depth if direct == "io_uring" else 1,
             read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
             fixed_buffers=direct == "io_uring",
+            # A depth that was asked for is kept.
+            paced=direct == "io_uring" and config.io_depth is None,
             faults=config.faults,
             ledger=ledgers[DIRECT],
         ),

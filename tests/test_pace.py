@@ -1,0 +1,162 @@
+"""How much a thread has under way at simulated disks: all of what they give, with little more than that takes."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import make_plan, need_direct, need_uring, random_bytes, source_of
+
+import gdsstream
+from gdsstream import _native
+
+MIB = 1 << 20
+READ_BYTES = 512 << 10
+THREADS = 4
+
+
+@dataclass
+class Disk:
+    """A thread's share of one: each read takes `latency_s`, and `gb_per_s` are what all of them bring together."""
+
+    latency_s: float
+    gb_per_s: float
+    free_s: float = 0.0
+
+    def read(self, now_s: float, nbytes: int) -> float:
+        """When it is over."""
+        self.free_s = max(self.free_s, now_s + self.latency_s) + nbytes / self.gb_per_s / 1e9 * THREADS
+        return self.free_s
+
+
+def run(pace: _native.Pace, disk: Disk, seconds: float, now_s: float = 0.0) -> tuple[float, float]:
+    """GB/s of all threads in the second half, and when it ended."""
+    flying: list[tuple[float, float]] = []
+    end_s, middle_s, moved = now_s + seconds, now_s + seconds / 2, 0
+    disk.free_s = now_s
+    pace.begin(int(now_s * 1e9))
+    while now_s < end_s:
+        while len(flying) * READ_BYTES < pace.limit_bytes:
+            heapq.heappush(flying, (disk.read(now_s, READ_BYTES), now_s))
+        now_s, began_s = heapq.heappop(flying)
+        moved += READ_BYTES * (now_s >= middle_s)
+        pace.arrived(1, READ_BYTES, int((now_s - began_s) * 1e9), int(now_s * 1e9))
+    return moved * THREADS / (end_s - middle_s) / 1e9, now_s
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "gb_per_s", "most_bytes"),
+    [
+        (0.0003, 2.3, 12 * MIB),  # a virtual disk
+        (0.0001, 7.0, 24 * MIB),  # an NVMe drive
+        (0.0003, 50.0, 64 * MIB),  # a RAID of many
+        (0.006, 3.0, 40 * MIB),  # a volume of a cloud
+        (0.008, 0.2, 8 * MIB),  # a disk that turns
+    ],
+)
+def test_a_disk_gives_all_it_has_with_no_more_under_way_than_that_takes(
+    latency_s: float, gb_per_s: float, most_bytes: int
+) -> None:
+    pace = _native.Pace(THREADS)
+    rate, _ = run(pace, Disk(latency_s, gb_per_s), 0.5)
+    assert rate > 0.95 * gb_per_s
+    assert THREADS * pace.limit_bytes <= most_bytes
+
+
+def test_it_follows_a_disk_that_others_use_as_well() -> None:
+    pace = _native.Pace(THREADS)
+    rates, limits, now_s = [], [], 0.0
+    for gb_per_s in (20.0, 2.0, 20.0):
+        rate, now_s = run(pace, Disk(0.0002, gb_per_s), 0.3, now_s)
+        rates.append(rate / gb_per_s)
+        limits.append(pace.limit_bytes)
+    assert min(rates) > 0.95
+    assert limits[1] == 2 * MIB < min(limits[0], limits[2])
+
+
+def test_a_pause_is_no_slow_disk() -> None:
+    pace = _native.Pace(THREADS)
+    _, now_s = run(pace, Disk(0.0002, 20.0), 0.3)
+    limit = pace.limit_bytes
+    run(pace, Disk(0.0002, 20.0), 0.01, now_s + 5.0)
+    assert pace.limit_bytes == pytest.approx(limit, rel=0.1)
+
+
+@pytest.mark.parametrize(("threads", "least_bytes"), [(1, 8 * MIB), (2, 4 * MIB), (4, 2 * MIB), (8, MIB), (32, MIB)])
+def test_a_lane_begins_with_eight_mebibytes_and_never_has_less(threads: int, least_bytes: int) -> None:
+    pace = _native.Pace(threads)
+    assert pace.limit_bytes == least_bytes
+    run(pace, Disk(0.01, 0.001), 5.0)
+    assert pace.limit_bytes == least_bytes
+
+
+def test_a_single_read_or_an_instant_says_nothing() -> None:
+    pace = _native.Pace(1)
+    pace.begin(0)
+    pace.arrived(1, 1 << 30, 10, 10**9)
+    assert pace.limit_bytes == 8 * MIB  # one read, however long it took
+    pace.begin(0)
+    pace.arrived(100, 1 << 30, 10, 10**5)
+    assert pace.limit_bytes == 8 * MIB  # a tenth of a millisecond
+    pace.arrived(100, 1 << 30, 10, 2 * 10**6)
+    assert pace.limit_bytes == 16 * MIB
+
+
+# ---- an engine that keeps to it
+
+SLOT_BYTES = 16 * MIB
+
+
+def read(path: Path, **knobs: Any) -> tuple[bytes, dict[str, int]]:
+    """What a file of 64 MiB holds, read in two groups with O_DIRECT, and what the engine counted."""
+    plan = make_plan(
+        [(0, 0, 40 * MIB + 5, 0, 0, 0), (0, 40 * MIB + 5, 24 * MIB - 5, 0, 40 * MIB + 5, 1)], (64 * MIB,), 2
+    )
+    out = torch.zeros(64 * MIB, dtype=torch.uint8)
+    with gdsstream.open_engine("staged", device="cpu", direct_io=True, direct_threads=4, **knobs) as engine:
+        transfer = engine.submit([source_of(path)], plan, [out])
+        transfer.wait(0)
+        transfer.wait(1)
+        return out.numpy().tobytes(), engine.stats()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_uring()
+    folder = tmp_path_factory.mktemp("pace")
+    need_direct(folder)
+    path = folder / "data.bin"
+    path.write_bytes(random_bytes(64 * MIB))
+    return path
+
+
+def test_a_slow_disk_is_read_in_pieces_of_two_mebibytes(path: Path) -> None:
+    got, counted = read(path, faults="delay_us=4000")
+    assert got == path.read_bytes()
+    # The second group begins within a block, which both of them read.
+    assert counted["tasks"] == 20 + 1 + 12
+    assert counted["read_bytes"] == 64 * MIB + 4096
+
+
+@pytest.mark.parametrize("fault", ["eio@40", "short@40", "nomem@40"])
+def test_a_fault_in_a_piece_fails_the_transfer_and_the_next_one_arrives(path: Path, fault: str, no_leaks: None) -> None:
+    plan = make_plan([(0, 0, 64 * MIB, 0, 0, 0)], (64 * MIB,))
+    out = torch.zeros(64 * MIB, dtype=torch.uint8)
+    with gdsstream.open_engine(
+        "staged", device="cpu", direct_io=True, direct_threads=1, faults=f"{fault},delay_us=500"
+    ) as engine:
+        with pytest.raises(gdsstream.GdsStreamError):
+            engine.submit([source_of(path)], plan, [out]).wait()
+        engine.submit([source_of(path)], plan, [out]).wait()
+        assert engine.stats()["staging_slots_held"] == 0
+    assert out.numpy().tobytes() == path.read_bytes()
+
+
+def test_a_depth_that_was_asked_for_is_kept_with_tasks_of_a_slot_each(path: Path) -> None:
+    got, counted = read(path, faults="delay_us=4000", io_depth=256)
+    assert got == path.read_bytes()
+    assert counted["tasks"] == 3 + 2
