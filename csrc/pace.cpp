@@ -6,8 +6,8 @@ namespace gdsstream {
 
 namespace {
 
-// Ten times what an NVMe drive takes for a read of 512 KiB.
-constexpr std::uint64_t kQueuedNs = 3'000'000;
+// Several times what an NVMe drive takes for a read of 512 KiB.
+constexpr std::uint64_t kQueuedNs = 1'000'000;
 // Long enough for a rate, short enough that a fast disk's limit has grown before its first gigabyte is read.
 constexpr std::uint64_t kWindowNs = 2'000'000;
 constexpr std::size_t kWindowReads = 8;
@@ -15,7 +15,6 @@ constexpr std::size_t kWindowReads = 8;
 }  // namespace
 
 void Pace::begin(std::uint64_t now_ns) {
-    quickest_ns_ = kNever;
     since_ns_ = now_ns;
     bytes_ = 0;
     reads_ = 0;

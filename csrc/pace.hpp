@@ -1,10 +1,10 @@
-// How much a thread has under way at a disk: what the disk brings in the next few milliseconds, and no more.
+// How much a thread has under way at a disk: what the disk brings in the next millisecond, and little more.
 //
-// A disk is busy once its reads come back no faster one by one than together. Whatever is under way beyond that waits
-// in its queue, and the memory it goes to is written and read again out of the processor's caches: on a virtual disk
-// reads into 8 MiB, used again and again, came at 1.25 to 1.3 times the rate of reads into 64 and more. By Little's law
-// (under way = rate x time) reads that come back within `kQueued` and keep to a limit of rate x kQueued let the limit
-// grow; those that take longer shrink it. Storage that takes long for a single read gets twice that long instead.
+// Whatever is under way beyond what keeps a disk busy waits in its queue, and the memory that it goes to is out of the
+// processor's caches by the time it is written and read: on a virtual disk reads into 6 MiB, used again and again, came
+// at 1.25 to 1.33 times the rate of reads into 64. The limit is the rate of arrivals times a millisecond, or twice the
+// quickest read where storage takes longer for one. By Little's law (under way = rate x time) it grows while reads come
+// back sooner than that, and ends where they take as long.
 // Pure: the time is passed in.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace gdsstream {
 class Pace {
   public:
     // Of all threads of a lane together at least, and of each at most: no disk needs less, none more than this.
-    static constexpr std::uint64_t kLeastBytes = 8 << 20;
+    static constexpr std::uint64_t kLeastBytes = 6 << 20;
     static constexpr std::uint64_t kMostBytes = 16 << 20;
 
     explicit Pace(unsigned threads) : least_(kLeastBytes / (threads < 8 ? threads : 8)), limit_(least_) {}
@@ -35,7 +35,7 @@ class Pace {
     std::uint64_t since_ns_ = 0;
     std::uint64_t bytes_ = 0;
     std::size_t reads_ = 0;
-    std::uint64_t quickest_ns_ = kNever;  // read since it began, into a queue that was empty
+    std::uint64_t quickest_ns_ = kNever;  // of all reads: one that found the queue empty
     double rate_ = 0;                     // bytes a nanosecond
 };
 

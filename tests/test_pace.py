@@ -17,6 +17,8 @@ from gdsstream import _native
 MIB = 1 << 20
 READ_BYTES = 512 << 10
 THREADS = 4
+# Of a lane.
+LEAST_BYTES = 6 * MIB
 
 
 @dataclass
@@ -51,8 +53,8 @@ def run(pace: _native.Pace, disk: Disk, seconds: float, now_s: float = 0.0) -> t
 @pytest.mark.parametrize(
     ("latency_s", "gb_per_s", "most_bytes"),
     [
-        (0.0003, 2.3, 12 * MIB),  # a virtual disk
-        (0.0001, 7.0, 24 * MIB),  # an NVMe drive
+        (0.0003, 2.3, 6 * MIB),  # a virtual disk
+        (0.0001, 7.0, 9 * MIB),  # an NVMe drive
         (0.0003, 50.0, 64 * MIB),  # a RAID of many
         (0.006, 3.0, 40 * MIB),  # a volume of a cloud
         (0.008, 0.2, 8 * MIB),  # a disk that turns
@@ -75,7 +77,7 @@ def test_it_follows_a_disk_that_others_use_as_well() -> None:
         rates.append(rate / gb_per_s)
         limits.append(pace.limit_bytes)
     assert min(rates) > 0.95
-    assert limits[1] == 2 * MIB < min(limits[0], limits[2])
+    assert limits[1] == LEAST_BYTES // THREADS < min(limits[0], limits[2])
 
 
 def test_a_pause_is_no_slow_disk() -> None:
@@ -86,8 +88,10 @@ def test_a_pause_is_no_slow_disk() -> None:
     assert pace.limit_bytes == pytest.approx(limit, rel=0.1)
 
 
-@pytest.mark.parametrize(("threads", "least_bytes"), [(1, 8 * MIB), (2, 4 * MIB), (4, 2 * MIB), (8, MIB), (32, MIB)])
-def test_a_lane_begins_with_eight_mebibytes_and_never_has_less(threads: int, least_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("threads", "least_bytes"), [(1, 6 * MIB), (2, 3 * MIB), (4, 3 * MIB // 2), (8, 3 * MIB // 4), (32, 3 * MIB // 4)]
+)
+def test_a_lane_begins_with_six_mebibytes_and_never_has_less(threads: int, least_bytes: int) -> None:
     pace = _native.Pace(threads)
     assert pace.limit_bytes == least_bytes
     run(pace, Disk(0.01, 0.001), 5.0)
@@ -98,10 +102,10 @@ def test_a_single_read_or_an_instant_says_nothing() -> None:
     pace = _native.Pace(1)
     pace.begin(0)
     pace.arrived(1, 1 << 30, 10, 10**9)
-    assert pace.limit_bytes == 8 * MIB  # one read, however long it took
+    assert pace.limit_bytes == LEAST_BYTES  # one read, however long it took
     pace.begin(0)
     pace.arrived(100, 1 << 30, 10, 10**5)
-    assert pace.limit_bytes == 8 * MIB  # a tenth of a millisecond
+    assert pace.limit_bytes == LEAST_BYTES  # a tenth of a millisecond
     pace.arrived(100, 1 << 30, 10, 2 * 10**6)
     assert pace.limit_bytes == 16 * MIB
 
@@ -134,11 +138,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_slow_disk_is_read_in_pieces_of_two_mebibytes(path: Path) -> None:
+def test_a_slow_disk_is_read_in_pieces_of_a_quarter_of_what_is_under_way(path: Path) -> None:
     got, counted = read(path, faults="delay_us=4000")
     assert got == path.read_bytes()
     # The second group begins within a block, which both of them read.
-    assert counted["tasks"] == 20 + 1 + 12
+    # Of a slot each they would be five; how many pieces they become is for the disk to say.
+    assert 20 <= counted["tasks"] <= 45
     assert counted["read_bytes"] == 64 * MIB + 4096
 
 
