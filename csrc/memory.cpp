@@ -16,6 +16,9 @@
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 namespace gdsstream {
 
@@ -96,6 +99,8 @@ Mapping Mapping::anonymous(std::size_t bytes, int numa_node) {
         throw Error(ErrorKind::memory,
                     "no room for " + std::to_string(bytes) + " bytes of staging memory; lower staging_bytes", failed);
     }
+    // Where free memory was in pieces the kernel gave small pages; asked again it moves things to make huge ones.
+    if (rounded >= huge) ::madvise(aligned, rounded, MADV_COLLAPSE);
     return mapping;
 }
 
