@@ -24,7 +24,7 @@ from bench import aio, cache, table
 from bench.ceilings import Ceiling
 from bench.ceilings_best import Best
 from bench.config import BenchError
-from bench.io_memory import used_memory
+from bench.io_memory import small_pages, used_memory
 from bench.loaders.base import GatherRequest
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -121,7 +121,9 @@ class Disk(Ceiling):
     def describe(self) -> str:
         fsync = "; fsync not inside" if self._write else ""
         why = f"; through the page cache: {self._why}" if self._why else f"; {self._no_aio}" if self._no_aio else ""
-        return f"{self._best.describe(str)}{fsync}{why}"
+        small = small_pages(self._address, len(self._memory))
+        pages = f"; {table.block(small)} of its memory are small pages" if small else ""
+        return f"{self._best.describe(str)}{fsync}{why}{pages}"
 
     def close(self) -> None:
         self._memory.close()
