@@ -259,10 +259,8 @@ def _choose(workload: Workload, *, cold: bool) -> Ceiling:
     if cold:
         from bench.ceilings_disk import Disk
 
-        # Of an epoch in random order only a few batches are asked for at once, and hardly any two of their records lie
-        # side by side.
         nbytes = request.total_bytes if request else _SAMPLE_BYTES
-        return Disk(job.paths, nbytes, request=request, joined=job.epoch is None)
+        return Disk(job.paths, nbytes, request=request, shuffled=job.epoch is not None)
     if job.cuda:
         return PinnedCopy(job.device, workload.sample_bytes)
     return MappedGather(job.paths, request) if request else ParallelRead(job.paths, consumer=True)

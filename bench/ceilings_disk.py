@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from bench import aio, cache, table
 from bench.ceilings import Ceiling
@@ -46,6 +47,10 @@ _PAGE = mmap.PAGESIZE
 _FOUND: dict[tuple[object, ...], list[Arrangement]] = {}
 
 
+#: Of ios: int64 [ios, 2], file or descriptor, and offset.
+Places = npt.NDArray[np.int64]
+
+
 class Arrangement(NamedTuple):
     """So many ios of `length` bytes in flight, by threads or by kernel AIO; of `records`, or of blocks in order."""
 
@@ -68,9 +73,11 @@ class Arrangement(NamedTuple):
 
 class Disk(Ceiling):
     """Reads of the files, or writes over what they hold: of `request`'s records or, without one, of blocks. Reads of
-    records of 64 KiB and more may be blocks, too, if that is faster: loaders that ask for all of them at once may join
-    them (`joined`). `own` is the size of a row's io and how many it has in flight, one more arrangement. A measurement
-    moves `nbytes` at most. Raises BenchError where kernel AIO refuses an io, OSError where the system does.
+    records of 64 KiB and more may be blocks, too, if that is faster: loaders that ask for all of them at once may
+    join them. `shuffled`: never joined, and in another order each time, as epochs are; what is read in one order
+    again and again finds nothing in a cache of the host that has no room for all of it. `own` is the size of a row's
+    io and how many it has in flight, one more arrangement. A measurement moves `nbytes` at most. Raises BenchError
+    where kernel AIO refuses an io, OSError where the system does.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class Disk(Ceiling):
         nbytes: int,
         *,
         request: GatherRequest | None = None,
-        joined: bool = True,
+        shuffled: bool = False,
         own: tuple[int, int] | None = None,
         write: bool = False,
     ) -> None:
@@ -87,9 +94,10 @@ class Disk(Ceiling):
         self._sizes = [os.path.getsize(path) for path in paths]
         self._why = cache.refuses_direct(self._paths[0])
         self._no_aio = self._why or _without_aio()
-        self._places: dict[int, list[tuple[int, int]]] = {}
+        self._places: dict[int, Places] = {}
+        self._order = np.random.default_rng(0) if shuffled else None
         device = os.stat(self._paths[0]).st_dev, write, self._why is None, self._no_aio is None
-        blocks = request is None or (joined and request.length >= _MIDDLE and not write)
+        blocks = request is None or (not shuffled and request.length >= _MIDDLE and not write)
         key = *device, request.length if request is not None else None, blocks
         known = self._known(key)
         choices = self._records(request, own, known) if request is not None else []
@@ -98,6 +106,7 @@ class Disk(Ceiling):
             choices += [each for each in self._blocks(own, known) if each not in choices]
         self._memory = used_memory(max(each.in_flight_bytes for each in choices))
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
+        self._small = 0
         try:
             most = min(nbytes, sum(self._sizes))
             self._best = Best(self.rate, choices, most, lambda each: 4 * each.in_flight * each.length)
@@ -121,11 +130,12 @@ class Disk(Ceiling):
     def describe(self) -> str:
         fsync = "; fsync not inside" if self._write else ""
         why = f"; through the page cache: {self._why}" if self._why else f"; {self._no_aio}" if self._no_aio else ""
-        small = small_pages(self._address, len(self._memory))
-        pages = f"; {table.block(small)} of its memory are small pages" if small else ""
+        pages = f"; {table.block(self._small)} of its memory are small pages" if self._small else ""
         return f"{self._best.describe(str)}{fsync}{why}{pages}"
 
     def close(self) -> None:
+        if not self._memory.closed:
+            self._small = small_pages(self._address, len(self._memory))
         self._memory.close()
 
     def rate(self, choice: Arrangement, nbytes: int) -> float:
@@ -133,6 +143,7 @@ class Disk(Ceiling):
         cache.evict(self._paths)  # O_DIRECT reads of cached pages may be served from memory
         ios = self._ios(choice)
         count = min(len(ios), max(1, nbytes // choice.length))
+        ios = ios[self._order.permutation(len(ios))[:count]] if self._order is not None else ios[:count]
         flags = (os.O_RDWR if self._write else os.O_RDONLY) | os.O_CLOEXEC | (0 if self._why else os.O_DIRECT)
         descriptors: list[int] = []
         try:
@@ -142,15 +153,16 @@ class Disk(Ceiling):
                     # Or much more than a record would be read.
                     os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
             moving = self._by_aio if choice.aio else self._by_threads
-            return count * choice.length / moving(choice, [(descriptors[f], at) for f, at in ios[:count]]) / 1e9
+            places = np.stack((np.array(descriptors)[ios[:, 0]], ios[:, 1]), axis=1)
+            return count * choice.length / moving(choice, places) / 1e9
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _by_threads(self, choice: Arrangement, ios: Sequence[tuple[int, int]]) -> float:
+    def _by_threads(self, choice: Arrangement, ios: Places) -> float:
         """Seconds. The threads take the next io as they get free."""
         slot = choice.in_flight_bytes // choice.in_flight
-        turn: Iterator[tuple[int, int]] = iter(ios)
+        turn: Iterator[tuple[int, int]] = iter(list(map(tuple, ios.tolist())))
         move = os.pwritev if self._write else os.preadv
 
         def work(number: int) -> None:
@@ -166,16 +178,15 @@ class Disk(Ceiling):
             list(pool.map(work, range(choice.in_flight)))
             return time.perf_counter() - start
 
-    def _by_aio(self, choice: Arrangement, ios: Sequence[tuple[int, int]]) -> float:
+    def _by_aio(self, choice: Arrangement, ios: Places) -> float:
         """Seconds. Each queue has every so manieth io."""
         slot, depth = choice.in_flight_bytes // choice.in_flight, choice.in_flight // choice.queues
-        places = np.array(ios, dtype=np.int64).reshape(-1, 2)
         queues: list[aio.Queue] = []
         try:
             each = []
             for number in range(choice.queues):
                 queues.append(aio.Queue(depth))
-                mine, address = places[number :: choice.queues], self._address + number * depth * slot
+                mine, address = ios[number :: choice.queues], self._address + number * depth * slot
                 each.append(aio.Prepared(mine, choice.length, address, depth, slot, write=self._write))
             with ThreadPoolExecutor(choice.queues) as pool:
                 list(pool.map(time.sleep, [0.001] * choice.queues))  # start the threads
@@ -186,21 +197,22 @@ class Disk(Ceiling):
             for queue in queues:
                 queue.close()
 
-    def _ios(self, choice: Arrangement) -> list[tuple[int, int]]:
+    def _ios(self, choice: Arrangement) -> Places:
         """File and offset of each, in their order."""
-        if choice.records:
-            assert self._request is not None
-            if 0 not in self._places:
-                files, offsets = self._request.file_index.tolist(), self._request.offsets.tolist()
-                self._places[0] = list(zip(files, offsets, strict=True))
-            return self._places[0]
-        if choice.length not in self._places:
-            self._places[choice.length] = [
-                (number, offset)
-                for number, size in enumerate(self._sizes)
-                for offset in range(0, size - choice.length + 1, choice.length)
-            ]
-        return self._places[choice.length]
+        key = 0 if choice.records else choice.length
+        if key not in self._places:
+            if choice.records:
+                assert self._request is not None
+                found = np.stack((self._request.file_index.astype(np.int64), self._request.offsets), axis=1)
+            else:
+                blocks = (
+                    (number, offset)
+                    for number, size in enumerate(self._sizes)
+                    for offset in range(0, size - choice.length + 1, choice.length)
+                )
+                found = np.array(list(blocks), dtype=np.int64).reshape(-1, 2)
+            self._places[key] = found
+        return self._places[key]
 
     def _known(self, key: tuple[object, ...]) -> list[Arrangement]:
         return [each for each in _FOUND.get(key, []) if each.length <= max(self._sizes)]

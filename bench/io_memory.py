@@ -20,6 +20,8 @@ def used_memory(nbytes: int) -> mmap.mmap:
     # Whole huge pages are what the kernel puts at a huge page's boundary.
     rounded = -(-nbytes // _HUGE_BYTES) * _HUGE_BYTES if nbytes >= _HUGE_BYTES else nbytes
     memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A loader's workers would share it: the next io into it then copies each page, and huge ones fall to pieces.
+    memory.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     piece = np.random.default_rng(0).integers(0, 256, min(nbytes, _PIECE_BYTES), dtype=np.uint8)

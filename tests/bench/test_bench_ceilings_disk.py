@@ -242,17 +242,44 @@ def test_without_o_direct_or_kernel_aio_the_detail_says_so(paths: list[str], mon
 
 
 @pytest.mark.parametrize(
-    ("record", "write", "joined", "blocks"),
+    ("record", "write", "shuffled", "blocks"),
     [
-        (4096, False, True, False),
-        (64 << 10, False, True, True),
-        (64 << 10, False, False, False),
-        (64 << 10, True, True, False),
+        (4096, False, False, False),
+        (64 << 10, False, False, True),
+        (64 << 10, False, True, False),
+        (64 << 10, True, False, False),
     ],
 )
 def test_large_records_may_be_read_as_blocks(
-    paths: list[str], asked: list[Arrangement], record: int, write: bool, joined: bool, blocks: bool
+    paths: list[str], asked: list[Arrangement], record: int, write: bool, shuffled: bool, blocks: bool
 ) -> None:
-    Disk(paths, 4 * MIB, request=records(record, 8), joined=joined, write=write).close()
+    Disk(paths, 4 * MIB, request=records(record, 8), shuffled=shuffled, write=write).close()
     assert any(each.records and each.length == record for each in asked)
     assert any(not each.records for each in asked) == blocks
+
+
+@pytest.mark.parametrize("request_of", [None, 4096])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_an_epoch_is_read_in_another_order_each_time(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, request_of: int | None, shuffled: bool
+) -> None:
+    asked = None if request_of is None else records(request_of, 64)
+    disk = Disk(paths, 4 * MIB, request=asked, shuffled=shuffled)
+    orders: list[list[tuple[str, int]]] = []
+
+    def taken(choice: Arrangement, ios: ceilings_disk.Places) -> float:
+        orders.append([(os.readlink(f"/proc/self/fd/{descriptor}"), offset) for descriptor, offset in ios.tolist()])
+        return 1.0
+
+    monkeypatch.setattr(disk, "_by_aio", taken)
+    monkeypatch.setattr(disk, "_by_threads", taken)
+    choice = Arrangement(request_of or MIB, 4, True, request_of is not None)
+    everything = sum(os.path.getsize(path) for path in paths)
+    for _ in range(2):
+        disk.rate(choice, everything)
+    disk.close()
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert len(orders[0]) == (64 if request_of else everything // MIB)
+    assert (orders[0] != orders[1]) == shuffled
+    if asked is not None and not shuffled:
+        assert orders[0] == [(paths[f], at) for f, at in zip(asked.file_index, asked.offsets, strict=True)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,22 @@ def test_memory_is_of_huge_pages_and_small_ones_are_counted(huge_pages: None) ->
     assert io_memory.small_pages(address(small), MIB) == 0
 
 
+def test_a_child_that_is_forked_does_not_take_its_huge_pages_apart(huge_pages: None) -> None:
+    memory = io_memory.used_memory(64 * MIB)
+    before = io_memory.small_pages(address(memory), len(memory))
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    try:
+        np.frombuffer(memory, dtype=np.uint8)[::4096] = 2
+        assert io_memory.small_pages(address(memory), len(memory)) == before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_ceiling_says_that_its_memory_is_of_small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(range(256)) * (MIB // 64))
@@ -59,6 +77,6 @@ def test_a_ceiling_says_that_its_memory_is_of_small_pages(tmp_path: Path, monkey
     disk = Disk([str(path)], 4 * MIB)
     try:
         assert disk.sample() > 0
-        assert "MiB of its memory are small pages" in disk.describe()
     finally:
         disk.close()
+    assert "MiB of its memory are small pages" in disk.describe()  # which is asked for when all is over
