@@ -256,17 +256,18 @@ NB_MODULE(_native, m) {
     nb::class_<LaneConfig>(m, "Lane").def(
         "__init__",
         [](LaneConfig* self, const std::string& reader, bool direct, unsigned threads, unsigned depth,
-           std::uint64_t read_bytes, bool fixed_buffers, bool paced, std::string faults,
+           std::uint64_t read_bytes, bool fixed_buffers, std::uint64_t paced_bytes, std::string faults,
            std::shared_ptr<Ledger> ledger) {
-            new (self) LaneConfig{to_reader(reader), direct,           threads, depth, read_bytes, fixed_buffers, paced,
-                                  std::move(faults), std::move(ledger)};
+            new (self)
+                LaneConfig{to_reader(reader), direct,           threads, depth, read_bytes, fixed_buffers, paced_bytes,
+                           std::move(faults), std::move(ledger)};
         },
         nb::arg("reader"), nb::kw_only(), nb::arg("direct"), nb::arg("threads"), nb::arg("depth"),
-        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("paced") = false, nb::arg("faults") = "",
+        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("paced_bytes") = 0, nb::arg("faults") = "",
         nb::arg("ledger") = nb::none());
 
     nb::class_<Pace>(m, "Pace")
-        .def(nb::init<unsigned>(), nb::arg("threads"))
+        .def(nb::init<unsigned, std::uint64_t>(), nb::arg("threads"), nb::arg("least_bytes"))
         .def_prop_ro("limit_bytes", &Pace::limit_bytes)
         .def("begin", &Pace::begin, nb::arg("now_ns"))
         .def("arrived", &Pace::arrived, nb::arg("reads"), nb::arg("nbytes"), nb::arg("quickest_ns"), nb::arg("now_ns"));

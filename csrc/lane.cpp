@@ -28,7 +28,7 @@ Lane::Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared)
     : config_(std::move(config)),
       rules_(rules),
       shared_(std::move(shared)),
-      worker_bytes_(Pace(config_.threads).limit_bytes()),
+      worker_bytes_(Pace(config_.threads, config_.paced_bytes).limit_bytes()),
       copied_(config_.ledger != nullptr ? &config_.ledger->open() : nullptr) {}
 
 Lane::~Lane() { stop(); }
@@ -134,7 +134,7 @@ bool Lane::due_ahead() const {
 std::vector<Task> Lane::pieces_of(Transfer& transfer, const Task& task) const {
     CutRules rules = rules_;
     const std::uint64_t share = config_.threads * worker_bytes_.load(std::memory_order_relaxed) / kPiecesUnderWay;
-    rules.task_bytes = std::min(rules.task_bytes, align_down(share, kPageBytes));
+    rules.task_bytes = std::min(rules.task_bytes, std::max(align_down(share, kPageBytes), kPageBytes));
     if (task.bytes <= rules.task_bytes) return {};
     std::vector<Task> pieces = recut(transfer.lists().extents, task, rules);
     if (pieces.size() > 1) {
@@ -160,7 +160,7 @@ void Lane::make_next(std::unique_lock<std::mutex>& lock) {
         CutRules rules = rules_;
         rules.read_bytes = part_bytes;
         if (!transfer->aborted()) {
-            if (!in_pieces && config_.paced) pieces = pieces_of(*transfer, task);
+            if (!in_pieces && config_.paced_bytes > 0) pieces = pieces_of(*transfer, task);
             if (!pieces.empty()) task = pieces.front();
             work = make_work(transfer, task, config_, rules, *shared_);
         }

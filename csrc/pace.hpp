@@ -15,11 +15,13 @@ namespace gdsstream {
 
 class Pace {
   public:
-    // Of all threads of a lane together at least, and of each at most: no disk needs less, none more than this.
-    static constexpr std::uint64_t kLeastBytes = 6 << 20;
+    // More than this under way in one thread fills any disk's queue.
     static constexpr std::uint64_t kMostBytes = 16 << 20;
 
-    explicit Pace(unsigned threads) : least_(kLeastBytes / (threads < 8 ? threads : 8)), limit_(least_) {}
+    // `least_bytes` of all threads together is where it begins, and what it never falls below; each of more than eight
+    // has as much as one of eight.
+    Pace(unsigned threads, std::uint64_t least_bytes)
+        : least_(least_bytes / (threads < 8 ? threads : 8)), limit_(least_) {}
 
     std::uint64_t limit_bytes() const { return limit_; }
     // The thread has reads under way from now on, and had none before.

@@ -28,7 +28,7 @@ struct LaneConfig {
     unsigned depth = 1;            // reads under way in each thread
     std::uint64_t read_bytes = 0;  // the most that one read takes
     bool fixed_buffers = false;
-    bool paced = false;              // see pace.hpp; for readers that keep many under way
+    std::uint64_t paced_bytes = 0;   // the least of a pace (pace.hpp), for readers that keep many under way; 0: none
     std::string faults;              // see with_faults()
     std::shared_ptr<Ledger> ledger;  // what the lane reads is counted there; null: not at all
 };

@@ -15,7 +15,10 @@ namespace gdsstream {
 class Worker {
   public:
     Worker(Lane& lane, Shared& shared)
-        : lane_(lane), shared_(shared), paced_(lane.config().paced), pace_(lane.config().threads) {}
+        : lane_(lane),
+          shared_(shared),
+          paced_(lane.config().paced_bytes > 0),
+          pace_(lane.config().threads, lane.config().paced_bytes) {}
     void run();
 
   private:

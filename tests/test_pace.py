@@ -63,14 +63,14 @@ def run(pace: _native.Pace, disk: Disk, seconds: float, now_s: float = 0.0) -> t
 def test_a_disk_gives_all_it_has_with_no_more_under_way_than_that_takes(
     latency_s: float, gb_per_s: float, most_bytes: int
 ) -> None:
-    pace = _native.Pace(THREADS)
+    pace = _native.Pace(THREADS, LEAST_BYTES)
     rate, _ = run(pace, Disk(latency_s, gb_per_s), 0.5)
     assert rate > 0.95 * gb_per_s
     assert THREADS * pace.limit_bytes <= most_bytes
 
 
 def test_it_follows_a_disk_that_others_use_as_well() -> None:
-    pace = _native.Pace(THREADS)
+    pace = _native.Pace(THREADS, LEAST_BYTES)
     rates, limits, now_s = [], [], 0.0
     for gb_per_s in (20.0, 2.0, 20.0):
         rate, now_s = run(pace, Disk(0.0002, gb_per_s), 0.3, now_s)
@@ -81,7 +81,7 @@ def test_it_follows_a_disk_that_others_use_as_well() -> None:
 
 
 def test_a_pause_is_no_slow_disk() -> None:
-    pace = _native.Pace(THREADS)
+    pace = _native.Pace(THREADS, LEAST_BYTES)
     _, now_s = run(pace, Disk(0.0002, 20.0), 0.3)
     limit = pace.limit_bytes
     run(pace, Disk(0.0002, 20.0), 0.01, now_s + 5.0)
@@ -92,14 +92,14 @@ def test_a_pause_is_no_slow_disk() -> None:
     ("threads", "least_bytes"), [(1, 6 * MIB), (2, 3 * MIB), (4, 3 * MIB // 2), (8, 3 * MIB // 4), (32, 3 * MIB // 4)]
 )
 def test_a_lane_begins_with_six_mebibytes_and_never_has_less(threads: int, least_bytes: int) -> None:
-    pace = _native.Pace(threads)
+    pace = _native.Pace(threads, LEAST_BYTES)
     assert pace.limit_bytes == least_bytes
     run(pace, Disk(0.01, 0.001), 5.0)
     assert pace.limit_bytes == least_bytes
 
 
 def test_a_single_read_or_an_instant_says_nothing() -> None:
-    pace = _native.Pace(1)
+    pace = _native.Pace(1, LEAST_BYTES)
     pace.begin(0)
     pace.arrived(1, 1 << 30, 10, 10**9)
     assert pace.limit_bytes == LEAST_BYTES  # one read, however long it took

@@ -139,7 +139,7 @@ class Activity:
 
 class Lane:
     """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread at most;
-    where they are `paced`, as many as keep the disk busy."""
+    with `paced_bytes` of all threads as many as keep the disk busy, and no fewer bytes than that."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Lane:
         depth: int,
         read_bytes: int,
         fixed_buffers: bool = False,
-        paced: bool = False,
+        paced_bytes: int = 0,
         faults: str = "",
         ledger: Ledger | None = None,
     ) -> None: ...
@@ -159,7 +159,7 @@ class Pace:
     """How many bytes one of `threads` threads has under way at a disk: what the disk brings in a few milliseconds. Each
     thread of a lane has one; here for tests."""
 
-    def __init__(self, threads: int) -> None: ...
+    def __init__(self, threads: int, least_bytes: int) -> None: ...
     @property
     def limit_bytes(self) -> int: ...
     def begin(self, now_ns: int) -> None:

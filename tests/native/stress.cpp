@@ -20,15 +20,14 @@
 #include "engine.hpp"
 #include "stress_ios.hpp"
 #include "stress_parts.hpp"
+#include "stress_round.hpp"
 
 namespace gdsstream {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint64_t kSlotBytes = 64 << 10;
 constexpr int kClients = 4;
-constexpr std::uint32_t kMappedLane = 1;  // as Round::config adds them
 
 std::atomic<int> complaints{0};
 
@@ -36,88 +35,6 @@ void complain(const std::string& text) {
     // A thousand of the same say no more than ten.
     if (++complaints <= 10) std::fprintf(stderr, "stress: %s\n", text.c_str());
 }
-
-struct Round {
-    int device = -1;
-    unsigned slots = 1;
-    bool close_early = false;
-    bool touch = false;
-    bool driver_faults = false;
-    std::string faults;
-    unsigned lanes = 0;
-    std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>(true);
-    std::shared_ptr<Activity> process = std::make_shared<Activity>();
-
-    static Round make(Random& random, const Fake& fake) {
-        Round round;
-        round.device = fake.there() && random.chance(75) ? static_cast<int>(random.below(2)) : -1;
-        round.slots = 1 + static_cast<unsigned>(random.below(6));
-        round.close_early = random.chance(40);
-        round.touch = random.chance(15);
-        round.driver_faults = round.device >= 0 && random.chance(25);
-        if (random.chance(40)) round.faults = "eio@" + std::to_string(1 + random.below(60));
-        if (random.chance(30)) round.faults += ",short@" + std::to_string(1 + random.below(60));
-        if (random.chance(30)) round.faults += ",nomem@" + std::to_string(1 + random.below(60));
-        if (random.chance(40)) round.faults += ",delay_us=" + std::to_string(random.below(300));
-        if (!round.faults.empty() && round.faults.front() == ',') round.faults.erase(0, 1);
-        return round;
-    }
-
-    EngineConfig config(Random& random) {
-        EngineConfig config;
-        config.device = device;
-        config.slot_bytes = kSlotBytes;
-        config.staging_bytes = slots * kSlotBytes;
-        const bool uring = uring_unavailable_reason().empty();
-        const auto add = [&](ReaderKind reader, bool direct) {
-            LaneConfig lane;
-            lane.reader = reader;
-            lane.direct = direct;
-            lane.threads = 1 + static_cast<unsigned>(random.below(3));
-            lane.depth = reader == ReaderKind::uring ? 1 + static_cast<unsigned>(random.below(8)) : 1;
-            lane.read_bytes = random.chance(50) ? 16 << 10 : kSlotBytes;
-            lane.fixed_buffers = reader == ReaderKind::uring && random.chance(50);
-            lane.faults = faults;
-            if (random.chance(50)) lane.ledger = ledger;
-            config.lanes.push_back(lane);
-        };
-        add(ReaderKind::pread, false);
-        add(ReaderKind::mapped, false);
-        add(ReaderKind::pread, true);
-        if (uring) add(ReaderKind::uring, false);
-        if (uring) add(ReaderKind::uring, true);
-        lanes = static_cast<unsigned>(config.lanes.size());
-        config.process = process;
-        return config;
-    }
-
-    bool allows(const Error& error) const {
-        const bool has_eio = faults.find("eio") != std::string::npos;
-        const bool has_short = faults.find("short") != std::string::npos;
-        switch (error.kind()) {
-            case ErrorKind::read:
-                return has_eio;
-            case ErrorKind::short_read:
-                return has_short;
-            case ErrorKind::changed:
-                return touch;
-            case ErrorKind::closed:
-                return close_early;
-            case ErrorKind::memory:
-                return driver_faults || faults.find("nomem") != std::string::npos;
-            case ErrorKind::cuda:
-                return driver_faults;
-            default:
-                return false;
-        }
-    }
-
-    std::string text() const {
-        return "device " + std::to_string(device) + ", " + std::to_string(slots) + " slot(s)" +
-               (close_early ? ", closed early" : "") + (touch ? ", touched" : "") +
-               (driver_faults ? ", driver faults" : "") + (faults.empty() ? "" : ", " + faults);
-    }
-};
 
 // A transfer with its destination.
 struct Job {
