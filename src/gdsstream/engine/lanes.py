@@ -44,6 +44,8 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
         say_once(log, f"reads with O_DIRECT use threads instead of io_uring: {reason}")
     buffered = "io_uring" if config.reader == "io_uring" else "pread"
     direct = "pread" if reason else "io_uring"
+    # A depth that was asked for is kept.
+    paced = direct == "io_uring" and config.io_depth is None
     asked = config.direct_threads or config.num_threads
     direct_threads = asked or (_DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _URING_THREADS))
     lanes = [
@@ -63,8 +65,7 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
             depth=depth if direct == "io_uring" else 1,
             read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
             fixed_buffers=direct == "io_uring",
-            # A depth that was asked for is kept.
-            paced_bytes=_PACED_BYTES if direct == "io_uring" and config.io_depth is None else 0,
+            paced_bytes=_PACED_BYTES if paced else 0,
             faults=config.faults,
             ledger=ledgers[DIRECT],
         ),
@@ -80,7 +81,9 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
     ]
     return lanes, [
         f"page cache by {buffered} x{threads}",
-        f"O_DIRECT by {direct} x{direct_threads}" + (f" of depth {depth}" if direct == "io_uring" else ""),
+        f"O_DIRECT by {direct} x{direct_threads}"
+        + (f" of depth {depth}" if direct == "io_uring" else "")
+        + (", paced" if paced else ""),
         "registered page cache",
         "pinned copy in host memory",
     ]
