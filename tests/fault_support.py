@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import need_direct, need_uring, random_bytes, source_of
+from support import need_reader, random_bytes, source_of
 
 import gdsstream
 from gdsstream.checkpoint import TensorSpec
@@ -40,10 +40,7 @@ def write_data(folder: Path) -> Path:
 @pytest.fixture(params=READERS)
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     knobs = READERS[request.param]
-    if knobs.get("reader") == "io_uring":
-        need_uring()
-    if knobs.get("direct_io"):
-        need_direct(tmp_path)
+    need_reader(knobs, tmp_path)
     return knobs
 
 

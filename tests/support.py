@@ -117,6 +117,14 @@ def need_direct(path: Path) -> None:
         pytest.skip(f"no O_DIRECT in blocks of 4096 bytes on {path}")
 
 
+def need_reader(knobs: Mapping[str, Any], path: Path) -> None:
+    """Skips where what the knobs ask for by name cannot run on the file system of `path`."""
+    if knobs.get("reader") == "io_uring":
+        need_uring()
+    if knobs.get("direct_io"):
+        need_direct(path)
+
+
 def build_library(target: Path, sources: Iterable[Path]) -> Path:
     """A shared library of C++ sources; skips where there is no compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fault_support import CHUNK, NBYTES, READERS, WHOLE, buffers_for, drained, plan_of, read_all, write_data
-from support import need_direct, need_uring, run_python, source_of
+from support import need_direct, need_reader, run_python, source_of
 
 import gdsstream
 from gdsstream.engine import Engine, Transfer
@@ -104,10 +104,7 @@ def test_a_thousand_random_cycles_leave_nothing(
     path: Path, name: str, opened: Callable[..., Engine], tmp_path: Path, no_leaks: None
 ):
     knobs = READERS[name]
-    if knobs.get("reader") == "io_uring":
-        need_uring()
-    if knobs.get("direct_io"):
-        need_direct(tmp_path)
+    need_reader(knobs, tmp_path)
     dice = random.Random(name)
     data = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     engine = opened(**{**knobs, "num_threads": 3, "faults": "delay_us=100"})

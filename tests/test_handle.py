@@ -13,7 +13,7 @@ import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import as_bytes, assert_same, need_direct, need_uring, random_raw, reference, write_checkpoint
+from support import as_bytes, assert_same, need_reader, random_raw, reference, write_checkpoint
 
 import gdsstream
 from gdsstream.dtypes import DTYPES, torch_shape
@@ -39,9 +39,7 @@ HANDLES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=HANDLES)
 def knobs(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     chosen = HANDLES[request.param]
-    if chosen.get("reader") == "io_uring":
-        need_uring()
-        need_direct(tmp_path)
+    need_reader(chosen, tmp_path)
     return {"chunk_size": 64 * 1024, "staging_bytes": MIB, **chosen}
 
 
@@ -94,9 +92,7 @@ positive = st.builds(
 @pytest.mark.parametrize("name", HANDLES)
 def test_slices_are_torchs(matrices: Path, name: str):
     options: dict[str, Any] = HANDLES[name]
-    if options.get("reader") == "io_uring":
-        need_uring()
-        need_direct(matrices)
+    need_reader(options, matrices)
     expected = reference(matrices)
 
     with gdsstream.safe_open(matrices, **options) as handle:

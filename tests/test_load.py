@@ -24,7 +24,7 @@ from support import (
     assert_same,
     evict,
     need_direct,
-    need_uring,
+    need_reader,
     random_bytes,
     random_raw,
     reference,
@@ -70,10 +70,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=ROUTES)
 def route(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     knobs = ROUTES[request.param]
-    if knobs.get("reader") == "io_uring":
-        need_uring()
-    if knobs.get("direct_io"):
-        need_direct(tmp_path)
+    need_reader(knobs, tmp_path)
     return {"chunk_size": 64 * KIB, "staging_bytes": MIB, **knobs}
 
 
@@ -472,10 +469,7 @@ print("done", time.monotonic() - begin, flush=True)
 
 @pytest.mark.parametrize(("reader", "mode"), [("pread", "cached"), ("pread", "direct"), ("io_uring", "direct")])
 def test_ctrl_c_ends_a_load_at_once(tmp_path: Path, reader: str, mode: str):
-    if reader == "io_uring":
-        need_uring()
-    if mode == "direct":
-        need_direct(tmp_path)
+    need_reader({"reader": reader, "direct_io": mode == "direct"}, tmp_path)
     # 160 reads of 50 ms each: eight seconds.
     raw = {"small": random_raw("U8", (1000,)), "big": random_raw("U8", (160 * 64 * KIB,), seed=1)}
     path = write_checkpoint(tmp_path / "model.safetensors", raw)
@@ -519,10 +513,7 @@ NATIVE_ROUTES = [name for name in ROUTES if name != "traditional"]
 @pytest.mark.parametrize("name", NATIVE_ROUTES)
 def test_read_many_is_numpys_gather(shards: list[Path], name: str):
     knobs = {"chunk_size": 64 * KIB, "staging_bytes": MIB, **ROUTES[name]}
-    if knobs.get("reader") == "io_uring":
-        need_uring()
-    if knobs.get("direct_io"):
-        need_direct(shards[0])
+    need_reader(knobs, shards[0])
     random = np.random.default_rng(5)
 
     @settings(max_examples=12, deadline=None)
