@@ -8,6 +8,7 @@
 // Pure: the time is passed in.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -21,7 +22,7 @@ class Pace {
     // `least_bytes` of all threads together is where it begins, and what it never falls below; each of more than eight
     // has as much as one of eight.
     Pace(unsigned threads, std::uint64_t least_bytes)
-        : least_(least_bytes / (threads < 8 ? threads : 8)), limit_(least_) {}
+        : least_(std::min(least_bytes / std::clamp(threads, 1U, 8U), kMostBytes)), limit_(least_) {}
 
     std::uint64_t limit_bytes() const { return limit_; }
     // The thread has reads under way from now on, and had none before.

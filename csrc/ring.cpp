@@ -30,10 +30,15 @@ std::byte* StagingRing::segment_data(unsigned segment) const {
 
 Slot* StagingRing::take_free_or_copied() {
     // One that was used before one that was not: no more of the ring is in use than has to be.
-    if (!copying_.empty() && copying_.front()->copied.complete()) {
-        Slot* slot = copying_.front();
-        copying_.pop_front();
-        return slot;
+    try {
+        if (!copying_.empty() && copying_.front()->copied.complete()) {
+            Slot* slot = copying_.front();
+            copying_.pop_front();
+            return slot;
+        }
+    } catch (const Error&) {
+        // It stays among those whose copies nobody knows about: no reason to fail while another one is free.
+        if (free_.empty()) throw;
     }
     if (!free_.empty()) {
         Slot* slot = free_.back();
@@ -106,7 +111,13 @@ Slot* StagingRing::try_acquire() {
 
 Slot* StagingRing::acquire() {
     for (;;) {
-        if (Slot* slot = try_acquire()) return slot;
+        try {
+            if (Slot* slot = try_acquire()) return slot;
+        } catch (...) {
+            // What woke this thread was for whoever can use it.
+            returned_.notify_one();
+            throw;
+        }
         Slot* oldest = nullptr;
         {
             std::unique_lock lock(mutex_);

@@ -12,7 +12,7 @@ import torch
 from support import make_plan, need_direct, need_uring, random_bytes, source_of
 
 import gdsstream
-from gdsstream import _native
+from gdsstream import _native, storage
 
 MIB = 1 << 20
 READ_BYTES = 512 << 10
@@ -112,6 +112,8 @@ def test_a_single_read_or_an_instant_says_nothing() -> None:
 
 # ---- an engine that keeps to it
 
+SINGLE_QUEUE_DISKS = storage.single_queue_disks
+
 SLOT_BYTES = 16 * MIB
 
 
@@ -126,6 +128,11 @@ def read(path: Path, **knobs: Any) -> tuple[bytes, dict[str, int]]:
         transfer.wait(0)
         transfer.wait(1)
         return out.numpy().tobytes(), engine.stats()
+
+
+@pytest.fixture(autouse=True)
+def single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "single_queue_disks", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +172,38 @@ def test_a_depth_that_was_asked_for_is_kept_with_tasks_of_a_slot_each(path: Path
     got, counted = read(path, faults="delay_us=4000", io_depth=256)
     assert got == path.read_bytes()
     assert counted["tasks"] == 3 + 2
+
+
+def test_other_disks_are_read_as_deep_as_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "single_queue_disks", lambda: False)
+    got, counted = read(path, faults="delay_us=4000")
+    assert got == path.read_bytes()
+    assert counted["tasks"] == 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("disks", "expected"),
+    [
+        ({"vda": 1}, True),
+        ({"vda": 1, "vdb": 1, "loop0": None}, True),
+        ({"vda": 4}, False),
+        ({"vda": 1, "nvme0n1": 8}, False),
+        ({"sda": 1}, False),
+        ({"loop0": None}, False),
+        ({}, False),
+    ],
+)
+def test_single_queue_disks_are_told_by_sysfs(tmp_path: Path, disks: dict[str, int | None], expected: bool) -> None:
+    ask = SINGLE_QUEUE_DISKS
+    ask.cache_clear()
+    assert ask(str(tmp_path)) is False  # no sysfs
+    (tmp_path / "block").mkdir()
+    for name, queues in disks.items():
+        for number in range(queues or 0):
+            (tmp_path / "block" / name / "mq" / str(number)).mkdir(parents=True)
+        if queues is not None:
+            (tmp_path / "block" / name / "device").mkdir()
+        (tmp_path / "block" / name).mkdir(exist_ok=True)
+    ask.cache_clear()
+    assert ask(str(tmp_path)) is expected
+    ask.cache_clear()

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,6 +153,17 @@ def residency(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None 
     except OSError as error:
         text = f"the page-cache residency of {os.fspath(path)} cannot be read: {error}"
         raise ReadError(text, error.errno) from error
+
+
+@lru_cache(maxsize=1)
+def single_queue_disks(sysfs: str = "/sys") -> bool:
+    """Whether every disk of this machine is a virtio one with a single queue: a thread of the host copies what they
+    bring, so that more under way adds nothing to their rate. False where there is none, or sysfs does not tell."""
+    try:
+        disks = [disk for disk in Path(sysfs, "block").iterdir() if (disk / "device").exists()]
+        return bool(disks) and all(d.name.startswith("vd") and len(list((d / "mq").iterdir())) == 1 for d in disks)
+    except OSError:
+        return False
 
 
 def _native() -> Any:

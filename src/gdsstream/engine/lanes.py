@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from gdsstream import _native
+from gdsstream import _native, storage
 from gdsstream.config import StreamConfig
 from gdsstream.errors import BackendUnavailableError
 from gdsstream.notices import say_once
@@ -21,8 +21,8 @@ _DIRECT_PREAD_THREADS = 32
 # Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
 _DIRECT_READ_BYTES = 512 << 10
 
-# Under way at a disk before its rate is known, and of slow disks always. A virtual one was slower with 8 MiB (it left
-# the caches) and with 4, and an NVMe drive that answers within 0.5 ms brings 12 GB/s with it.
+# Under way at a single-queue disk before its rate is known, and at a slow one always: it was slower with 8 MiB, which
+# left the caches, and with 4.
 _PACED_BYTES = 6 << 20
 
 PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
@@ -45,7 +45,7 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
     buffered = "io_uring" if config.reader == "io_uring" else "pread"
     direct = "pread" if reason else "io_uring"
     # A depth that was asked for is kept.
-    paced = direct == "io_uring" and config.io_depth is None
+    paced = direct == "io_uring" and config.io_depth is None and storage.single_queue_disks()
     asked = config.direct_threads or config.num_threads
     direct_threads = asked or (_DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _URING_THREADS))
     lanes = [
