@@ -162,7 +162,7 @@ class Disk(Ceiling):
     def _by_threads(self, choice: Arrangement, ios: Places) -> float:
         """Seconds. The threads take the next io as they get free."""
         slot = choice.in_flight_bytes // choice.in_flight
-        turn: Iterator[tuple[int, int]] = iter(list(map(tuple, ios.tolist())))
+        turn: Iterator[list[int]] = iter(ios.tolist())
         move = os.pwritev if self._write else os.preadv
 
         def work(number: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import make_plan, need_direct, need_uring, random_bytes, source_of
+from support import make_plan, need_reader, random_bytes, source_of
 
 import gdsstream
 from gdsstream import _native, storage
@@ -114,8 +114,6 @@ def test_a_single_read_or_an_instant_says_nothing() -> None:
 
 SINGLE_QUEUE_DISKS = storage.single_queue_disks
 
-SLOT_BYTES = 16 * MIB
-
 
 def read(path: Path, **knobs: Any) -> tuple[bytes, dict[str, int]]:
     """What a file of 64 MiB holds, read in two groups with O_DIRECT, and what the engine counted."""
@@ -137,9 +135,8 @@ def single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_uring()
     folder = tmp_path_factory.mktemp("pace")
-    need_direct(folder)
+    need_reader({"reader": "io_uring", "direct_io": True}, folder)
     path = folder / "data.bin"
     path.write_bytes(random_bytes(64 * MIB))
     return path
@@ -148,9 +145,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_slow_disk_is_read_in_pieces_of_a_quarter_of_what_is_under_way(path: Path) -> None:
     got, counted = read(path, faults="delay_us=4000")
     assert got == path.read_bytes()
-    # The second group begins within a block, which both of them read.
     # Of a slot each they would be five; how many pieces they become is for the disk to say.
     assert 20 <= counted["tasks"] <= 45
+    # The second group begins within a block, which both of them read.
     assert counted["read_bytes"] == 64 * MIB + 4096
 
 

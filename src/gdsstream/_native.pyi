@@ -156,7 +156,7 @@ class Lane:
     ) -> None: ...
 
 class Pace:
-    """How many bytes one of `threads` threads has under way at a disk: what the disk brings in a few milliseconds. Each
+    """How many bytes one of `threads` threads has under way at a disk: what the disk brings in a millisecond. Each
     thread of a lane has one; here for tests."""
 
     def __init__(self, threads: int, least_bytes: int) -> None: ...

@@ -206,6 +206,23 @@ def waiting_for_a_slot_fails_under_its_copies(fake: StandIn, folder: Path) -> No
     bare.close()
 
 
+@scenario()
+def a_slot_that_cannot_be_asked_for_hides_no_free_one(fake: StandIn, folder: Path) -> None:
+    data = write_random(folder / "data", 2 * SLOT)
+    bare = Bare(folder / "data", slots=2, threads=1)
+    outs = torch.zeros((2, SLOT // 2), dtype=torch.uint8)
+    with fake.paused():
+        assert bare.read(outs[0]).wait(-1, 10)
+        asked = fake.count("cuEventQuery")
+        fake.fail("cuEventQuery", UNKNOWN)
+        assert bare.read(outs[1], SLOT).wait(-1, 10)
+        assert fake.count("cuEventQuery") > asked
+    fake.drain()
+    assert torch.equal(outs[0], data[: SLOT // 2])
+    assert torch.equal(outs[1], data[SLOT : SLOT + SLOT // 2])
+    bare.close()
+
+
 @scenario(delays_us=(2000,))
 def the_last_event_fails_under_copies(fake: StandIn, folder: Path) -> None:
     nbytes = 4 * SLOT
