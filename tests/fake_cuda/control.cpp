@@ -44,6 +44,36 @@ int fake_cuda_allocation(unsigned long long address, unsigned long long bytes) {
     return Driver::instance().allocations.emplace(address, bytes).second ? 0 : -1;
 }
 
+unsigned long fake_cuda_place(unsigned long handle) {
+    if (Driver::instance().forked()) return 0;
+    const Lock lock(Scheduler::instance().mutex);
+    Driver& driver = Driver::instance();
+    Place place;
+    if (const auto found = driver.streams.find(handle); found != driver.streams.end()) {
+        place.emplace_back(found->second, found->second->submitted);
+    } else if (handle == 0) {
+        for (const Context& context : driver.contexts) {
+            const auto& stream = context.default_stream;
+            if (stream != nullptr) place.emplace_back(stream, stream->submitted);
+        }
+    }
+    driver.places.emplace(++driver.last_place, std::move(place));
+    return driver.last_place;
+}
+
+int fake_cuda_reached(unsigned long number) {
+    if (Driver::instance().forked()) return 1;
+    const Lock lock(Scheduler::instance().mutex);
+    auto& places = Driver::instance().places;
+    const auto found = places.find(number);
+    if (found == places.end()) return 1;
+    for (const auto& [stream, submitted] : found->second) {
+        if (stream->completed < submitted) return 0;
+    }
+    places.erase(found);
+    return 1;
+}
+
 void fake_cuda_set_delay_us(unsigned microseconds) { Scheduler::instance().set_delay_us(microseconds); }
 
 void fake_cuda_pause(int on) {

@@ -113,6 +113,9 @@ namespace fake __attribute__((visibility("hidden"))) {
         unsigned queued_copies = 0;
     };
 
+    // How far streams had been filled at some time.
+    using Place = std::vector<std::pair<std::shared_ptr<Stream>, unsigned long>>;
+
     inline constexpr int kMaxDevices = 16;
 
     // Never destroyed, like the scheduler, whose lock guards it.
@@ -127,6 +130,8 @@ namespace fake __attribute__((visibility("hidden"))) {
         std::map<std::uintptr_t, std::shared_ptr<Registration>> registrations;
         std::map<CUdeviceptr, std::size_t> allocations;
         std::vector<Fault> faults;
+        std::map<unsigned long, Place> places;
+        unsigned long last_place = 0;
 
         static Driver& instance() {
             static Driver* const driver = new Driver;

@@ -58,6 +58,11 @@ void fake_cuda_clear_faults(void);
 // copy that begins in it and reaches past its end is refused. Memory that nobody told of has no bounds.
 int fake_cuda_allocation(unsigned long long address, unsigned long long bytes);
 
+// How far a stream is filled now (0: the default streams of all contexts), by a number; a stream that is not there is
+// at its end. And whether that has been reached: 1 once, when the number is forgotten, and ever after.
+unsigned long fake_cuda_place(unsigned long stream);
+int fake_cuda_reached(unsigned long place);
+
 void fake_cuda_set_delay_us(unsigned microseconds);
 // While paused, no operation starts. Returns after the copies that were running are done.
 void fake_cuda_pause(int on);

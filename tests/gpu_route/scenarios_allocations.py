@@ -1,4 +1,4 @@
-"""Tensors that lie end to end in memory and in the file, and yet in different allocations of the device."""
+"""Allocations of the device: tensors that touch and yet lie in different ones, and memory that was given back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from gpu_route.device_memory import DeviceMemory
 from gpu_route.harness import KIB, MIB, SLOT, scenario, write_random
 from gpu_route.plans import one_buffer, small_engine
 from gpu_route.stand_in import StandIn
 from support import source_of
 
 import gdsstream
+from gdsstream.devices import on_stream
 from gdsstream.engine.native import NativeEngine
 
 # Small ones, one that ends where its block does, and one larger than a slot.
@@ -69,3 +72,24 @@ def touching_tensors_of_one_allocation_are_one_copy(fake: StandIn, folder: Path)
     assert torch.equal(out, data)
     # One for each slot: the first ones are filled in part only, so that copies begin early.
     assert fake.count("copies") <= 2
+
+
+@scenario()
+def memory_given_back_is_watched(fake: StandIn, folder: Path) -> None:
+    # What every other scenario relies on: a copy that nothing orders is noticed, one that its stream waits for is not.
+    memory = DeviceMemory(fake)
+    source = torch.zeros(SLOT, dtype=torch.uint8)
+    with fake.stream() as own, fake.stream() as other:
+        for stream in (own, other):
+            with on_stream(torch.device("cuda", 0), own):
+                target = memory.empty((SLOT,), dtype=torch.uint8, device=torch.device("cpu"))
+            with fake.paused():
+                fake.copy(target, source, stream)
+                del target
+                memory.give_back(torch.zeros(1, dtype=torch.uint8), own)
+            fake.drain()
+            if stream == own:
+                memory.check()
+    with pytest.raises(AssertionError, match="somebody else's"):
+        memory.check()
+    assert memory.written_after == 1

@@ -18,6 +18,7 @@ from gpu_route.stand_in import ILLEGAL_ADDRESS, OUT_OF_MEMORY, UNKNOWN, StandIn
 from support import as_bytes, reference
 
 import gdsstream
+from gdsstream.config import StreamConfig
 
 
 class Warnings(logging.Handler):
@@ -87,6 +88,19 @@ def a_copy_fails_in_the_middle(fake: StandIn, folder: Path) -> None:
             gdsstream.load_file(path, device="cuda:0", config=ONE_SLOT)
         fake.clear_faults()
         check_loads(fake, path, ONE_SLOT, "page cache")
+
+
+@scenario(delays_us=(5000,))
+def a_later_portion_fails_under_the_copies_of_an_earlier_one(fake: StandIn, folder: Path) -> None:
+    # The tensors of the first portion have been waited for and are dropped: only their stream keeps the memory.
+    path = model(folder, mib=5)
+    config = StreamConfig(chunk_size=MIB, staging_bytes=32 * MIB, num_threads=1, direct_io=False)
+    fake.fail("cuMemcpyHtoDAsync_v2", ILLEGAL_ADDRESS, after=180)
+    with pytest.raises(gdsstream.CudaError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        gdsstream.load_file(path, device="cuda:0", config=config)
+    assert fake.count("in_flight_copies") >= 100
+    gc.collect()
+    check_loads(fake, path, config, "page cache", times=1)
 
 
 @scenario()

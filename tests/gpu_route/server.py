@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from gpu_route.device_memory import DeviceMemory
 from gpu_route.harness import SCENARIOS, SKIPPED, check_nothing_left, load_scenarios
 from gpu_route.stand_in import StandIn
 
@@ -48,9 +49,12 @@ def _run(name: str, env: dict[str, str], folder: str, log: str, limit_s: float) 
     os.environ.update(env)
     scenario = SCENARIOS[name]
     fake = StandIn()
+    memory = DeviceMemory(fake)
+    memory.install()
     try:
         scenario.run(fake, Path(folder))
         check_nothing_left(fake, scenario.leaves)
+        memory.check()
     except pytest.skip.Exception as reason:
         print(reason)
         return SKIPPED

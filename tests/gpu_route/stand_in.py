@@ -1,7 +1,8 @@
 """The stand-in driver from a test's side: its controls and counters, and streams like those of a consumer.
 
-Its device memory is host memory, which is free for others as soon as a tensor is dropped, where torch's allocator for
-GPUs would give it to work of the same stream only. So a test keeps what it waited for until it has synchronised.
+Its device memory is host memory. What gdsstream allocates there goes to others in the order of its stream, as torch's
+allocator has it (device_memory.py); a tensor of a test's own is free for others as soon as it is dropped, so a test
+keeps what it waited for until it has synchronised.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _SIGNATURES = {
     "fake_cuda_fail": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
     "fake_cuda_clear_faults": (None, []),
     "fake_cuda_allocation": (ctypes.c_int, [ctypes.c_uint64, ctypes.c_uint64]),
+    "fake_cuda_place": (ctypes.c_ulong, [ctypes.c_ulong]),
+    "fake_cuda_reached": (ctypes.c_int, [ctypes.c_ulong]),
     "fake_cuda_set_delay_us": (None, [ctypes.c_uint]),
     "fake_cuda_pause": (None, [ctypes.c_int]),
     "fake_cuda_drain": (ctypes.c_int, []),
@@ -66,6 +69,13 @@ class StandIn:
     def allocation(self, address: int, nbytes: int) -> None:
         """That memory is a device allocation of its own from now on: no copy may reach from it into another."""
         assert self._library.fake_cuda_allocation(address, nbytes) == 0
+
+    def place(self, stream: int) -> int:
+        """How far a stream is filled now; 0 means the default streams of all devices."""
+        return int(self._library.fake_cuda_place(stream))
+
+    def reached(self, place: int) -> bool:
+        return bool(self._library.fake_cuda_reached(place))
 
     def set_delay_us(self, limit: int) -> None:
         self._library.fake_cuda_set_delay_us(limit)
