@@ -16,7 +16,7 @@
 The CPU ceilings end with the consumer's pass since every sample does (loaders/base.py). They need no allocation and
 fault no pages in, which a loader that returns new memory has to: what is missing to 100 % is mostly that. A loader
 that maps the page cache instead of copying it can pass 100 %. A cold ceiling is what was found on this disk, with the
-best of a few arrangements in each round (ceilings_best.py), not what its data sheet says; where the file system refuses
+best of a few arrangements by all rounds (ceilings_best.py), not what its data sheet says; where the file system refuses
 O_DIRECT it goes through the emptied page cache, and its detail says so.
 """
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import operator
 import os
 import time
 from abc import ABC, abstractmethod
@@ -55,6 +56,11 @@ class Ceiling(ABC):
     @abstractmethod
     def sample(self) -> float:
         """One measurement in GB/s."""
+
+    def in_hindsight(self, samples: Sequence[float]) -> list[float]:
+        """What the rounds' limits were, now that there are no more: `samples`, unless it had to be found out which of
+        several ways is the limit."""
+        return list(samples)
 
     @abstractmethod
     def describe(self) -> str:
@@ -103,8 +109,8 @@ class PinnedCopy(Ceiling):
 
 
 class ParallelRead(Ceiling):
-    """Threads that preadv whole blocks of the page cache into existing memory; the best numbers of threads and sizes of
-    blocks, asked in every round."""
+    """Threads that preadv whole blocks of the page cache into existing memory; the best number of threads and size of
+    blocks (ceilings_best.py)."""
 
     kind = "preadv_warm"
 
@@ -119,6 +125,9 @@ class ParallelRead(Ceiling):
 
     def sample(self) -> float:
         return self._best.sample()
+
+    def in_hindsight(self, samples: Sequence[float]) -> list[float]:
+        return self._best.in_hindsight(len(samples))
 
     def describe(self) -> str:
         said = self._best.describe(lambda choice: f"{choice[0]} threads x {choice[1] // _MIB} MiB")
@@ -224,16 +233,22 @@ class Overlap(Ceiling):
     def __init__(self, link: Ceiling, workload: Workload) -> None:
         self.kind = f"max(compute, {link.kind})"
         self._link, self._workload = link, workload
-        self._compute_bound = 0
+        self._links: list[float] = []
+        self._computes: list[float] = []
 
     def sample(self) -> float:
-        link, alone = self._link.sample(), self._workload.alone()
-        rate = alone.nbytes / alone.seconds / 1e9
-        self._compute_bound += rate < link
-        return min(rate, link)
+        self._links.append(self._link.sample())
+        alone = self._workload.alone()
+        self._computes.append(alone.nbytes / alone.seconds / 1e9)
+        return min(self._links[-1], self._computes[-1])
+
+    def in_hindsight(self, samples: Sequence[float]) -> list[float]:
+        assert len(samples) == len(self._links), "every sample is one of a round"
+        return list(map(min, self._link.in_hindsight(self._links), self._computes))
 
     def describe(self) -> str:
-        return f"{self._link.describe()}; compute was the slower one in {self._compute_bound} rounds"
+        slower = sum(map(operator.lt, self._computes, self._link.in_hindsight(self._links)))
+        return f"{self._link.describe()}; compute was the slower one in {slower} rounds"
 
     def close(self) -> None:
         self._link.close()

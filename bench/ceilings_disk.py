@@ -110,7 +110,7 @@ class Disk(Ceiling):
         try:
             most = min(nbytes, sum(self._sizes))
             self._best = Best(self.rate, choices, most, lambda each: 4 * each.in_flight * each.length)
-            _FOUND.setdefault(key, list(self._best.wins))
+            _FOUND.setdefault(key, list(self._best.rates))
         except BaseException:
             self.close()
             raise
@@ -126,6 +126,9 @@ class Disk(Ceiling):
 
     def sample(self) -> float:
         return self._best.sample()
+
+    def in_hindsight(self, samples: Sequence[float]) -> list[float]:
+        return self._best.in_hindsight(len(samples))
 
     def describe(self) -> str:
         fsync = "; fsync not inside" if self._write else ""

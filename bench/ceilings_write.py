@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,7 +33,7 @@ _BLOCKS = (1 * _MIB, 4 * _MIB, 16 * _MIB)
 
 
 class DirectWrite(Ceiling):
-    """Threads that write a file each; the best numbers of threads and sizes of a block, asked in every round.
+    """Threads that write a file each; the best number of threads and size of a block (ceilings_best.py).
 
     `nbytes` are written by a sample, rounded down to whole pages, into a directory of its own inside `directory`, which
     has to have room for them. Raises BenchError where nothing can be written there.
@@ -65,6 +66,9 @@ class DirectWrite(Ceiling):
             return self._best.sample()
         except OSError as error:
             raise self._error(error) from error
+
+    def in_hindsight(self, samples: Sequence[float]) -> list[float]:
+        return self._best.in_hindsight(len(samples))
 
     def describe(self) -> str:
         said = self._best.describe(lambda choice: f"{choice[0]} threads x {choice[1] // _MIB} MiB")

@@ -141,7 +141,7 @@ class Runner:
                 gc.unfreeze()
             for name, loader in self._loaders.items():
                 self._guard(name, loader.close)
-        return Measurement(self.outcomes, self.ceilings, stopped)
+        return Measurement(self.outcomes, self._ceiling.in_hindsight(self.ceilings), stopped)
 
     def _settled(self, target: float) -> bool:
         rows = [[s.bytes / s.seconds for s in self.outcomes[name].samples if s.counts] for name in self._running()]
@@ -161,6 +161,8 @@ class Runner:
                 raise Unavailable("it keeps the files' pages in memory, so no load of it can be cold")
             loader.check(self._workload.job)
             loader.convert(self._workload.job)
+            # Before it opens them: who looks at what is cached then would find what has just been written or read.
+            self._settle_cache(loader)
             start = time.perf_counter()
             loader.prepare(self._workload.job)
             outcome.startup_s = time.perf_counter() - start
@@ -247,6 +249,10 @@ class Runner:
             if self._fresh_memory:
                 torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._workload.job.device)
+        return self._settle_cache(loader)
+
+    def _settle_cache(self, loader: Loader) -> list[str]:
+        """Empty the page cache of the loader's files, or fill it; the label of a sample for which that failed."""
         paths = loader.paths(self._workload.job)
         if self._cold:
             return [NOT_COLD] if cache.evict(paths) else []

@@ -157,6 +157,9 @@ class InTurn(ceilings.Ceiling):
         with self._others.turn():
             return self._ceiling.sample()
 
+    def in_hindsight(self, samples: Sequence[float]) -> list[float]:
+        return self._ceiling.in_hindsight(samples)
+
     def describe(self) -> str:
         return self._ceiling.describe()
 

@@ -142,10 +142,24 @@ def test_a_warm_cache_is_never_reported_as_cold(written: files.BenchFiles, monke
     assert record.problems(json.loads(row.to_json())) == []
 
 
+@pytest.mark.parametrize("cold", [True, False])
+def test_files_are_cold_or_warm_when_they_are_opened(
+    written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch, cold: bool
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(cache, "evict", lambda paths: log.append("evict") or 0)
+    monkeypatch.setattr(cache, "warm", lambda paths: log.append("warm") or 0)
+    monkeypatch.setattr(Pread, "prepare", lambda self, job: log.append("prepare"))
+    monkeypatch.setattr(Pread, "load", lambda self: log.append("load") or {})
+    measured(written, {"pread": Pread()}, cold=cold, rounds=0)
+    state = "evict" if cold else "warm"
+    assert log == [state, "prepare", state, "load"]
+
+
 def test_one_sample_that_was_not_cold_does_not_count(
     written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = iter([0, 0, 4096, 0, 0])
+    left = iter([0, 0, 0, 4096, 0, 0])  # before it is opened, the first load, the rounds
     monkeypatch.setattr(cache, "evict", lambda paths, attempts=3: next(left))
     workload, result = measured(written, {"pread": Pread()}, cold=True, rounds=4)
     row = as_record(workload, "pread", result, cold=True)

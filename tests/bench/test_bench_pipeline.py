@@ -284,6 +284,11 @@ def test_the_ceiling_is_the_slower_of_compute_and_link() -> None:
     ceilings = [Overlap(Steady(rate), Computing()) for rate in (0.1, 3.0)]  # type: ignore[arg-type]
     assert [ceiling.sample() for ceiling in ceilings] == [0.1, 0.5]
     assert "compute was the slower one in 1 rounds" in ceilings[1].describe()
+    found_out = ceilings[1].in_hindsight([0.5])
+    assert found_out == [0.5]
+    ceilings[1]._link.in_hindsight = lambda samples: [0.2]  # type: ignore[method-assign]
+    assert ceilings[1].in_hindsight([0.5]) == [0.2]
+    assert "compute was the slower one in 0 rounds" in ceilings[1].describe()
 
 
 # ---- training steps
