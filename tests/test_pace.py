@@ -112,7 +112,7 @@ def test_a_single_read_or_an_instant_says_nothing() -> None:
 
 # ---- an engine that keeps to it
 
-SINGLE_QUEUE_DISKS = storage.single_queue_disks
+SINGLE_QUEUE_REQUESTS = storage.single_queue_requests
 
 
 def read(path: Path, **knobs: Any) -> tuple[bytes, dict[str, int]]:
@@ -130,7 +130,7 @@ def read(path: Path, **knobs: Any) -> tuple[bytes, dict[str, int]]:
 
 @pytest.fixture(autouse=True)
 def single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "single_queue_disks", lambda: True)
+    monkeypatch.setattr(storage, "single_queue_requests", lambda: 256)
 
 
 @pytest.fixture(scope="module")
@@ -172,35 +172,64 @@ def test_a_depth_that_was_asked_for_is_kept_with_tasks_of_a_slot_each(path: Path
 
 
 def test_other_disks_are_read_as_deep_as_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "single_queue_disks", lambda: False)
+    monkeypatch.setattr(storage, "single_queue_requests", lambda: 0)
     got, counted = read(path, faults="delay_us=4000")
     assert got == path.read_bytes()
     assert counted["tasks"] == 3 + 2
 
 
 @pytest.mark.parametrize(
-    ("disks", "expected"),
+    ("requests", "knobs", "says"),
     [
-        ({"vda": 1}, True),
-        ({"vda": 1, "vdb": 1, "loop0": None}, True),
-        ({"vda": 4}, False),
-        ({"vda": 1, "nvme0n1": 8}, False),
-        ({"sda": 1}, False),
-        ({"loop0": None}, False),
-        ({}, False),
+        (256, {"direct_threads": 4}, "x4 of depth 64, paced"),
+        (256, {"direct_threads": 3}, "x3 of depth 85, paced"),
+        (256, {"direct_threads": 1}, "x1 of depth 256, paced"),
+        (1024, {"direct_threads": 1}, "x1 of depth 256, paced"),
+        (2, {"direct_threads": 4}, "x4 of depth 1, paced"),
+        (256, {"direct_threads": 4, "io_depth": 100}, "x4 of depth 100"),
+        (0, {"direct_threads": 4}, "x4 of depth 256"),
     ],
 )
-def test_single_queue_disks_are_told_by_sysfs(tmp_path: Path, disks: dict[str, int | None], expected: bool) -> None:
-    ask = SINGLE_QUEUE_DISKS
+def test_no_more_is_under_way_than_the_queue_takes(
+    path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, knobs: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr(storage, "single_queue_requests", lambda: requests)
+    plan = make_plan([(0, 0, MIB, 0, 0, 0)], (MIB,))
+    out = torch.zeros(MIB, dtype=torch.uint8)
+    with gdsstream.open_engine("staged", device="cpu", direct_io=True, **knobs) as engine:
+        engine.submit([source_of(path)], plan, [out]).wait()
+        assert engine.route == f"O_DIRECT by io_uring {says} -> CPU memory"
+    assert out.numpy().tobytes() == path.read_bytes()[:MIB]
+
+
+@pytest.mark.parametrize(
+    ("disks", "expected"),
+    [
+        ({"vda": (1, "256\n")}, 256),
+        ({"vda": (1, "256\n"), "vdb": (1, "128\n"), "loop0": None}, 128),
+        ({"vda": (4, "256\n")}, 0),
+        ({"vda": (1, "256\n"), "nvme0n1": (8, "1023\n")}, 0),
+        ({"vda": (1, "")}, 0),
+        ({"sda": (1, "256\n")}, 0),
+        ({"loop0": None}, 0),
+        ({}, 0),
+    ],
+)
+def test_single_queue_disks_are_told_by_sysfs(
+    tmp_path: Path, disks: dict[str, tuple[int, str] | None], expected: int
+) -> None:
+    ask = SINGLE_QUEUE_REQUESTS
     ask.cache_clear()
-    assert ask(str(tmp_path)) is False  # no sysfs
+    assert ask(str(tmp_path)) == 0  # no sysfs
     (tmp_path / "block").mkdir()
-    for name, queues in disks.items():
-        for number in range(queues or 0):
-            (tmp_path / "block" / name / "mq" / str(number)).mkdir(parents=True)
-        if queues is not None:
-            (tmp_path / "block" / name / "device").mkdir()
-        (tmp_path / "block" / name).mkdir(exist_ok=True)
+    for name, disk in disks.items():
+        folder = tmp_path / "block" / name
+        (folder / "queue").mkdir(parents=True)
+        if disk is not None:
+            (folder / "device").mkdir()
+            (folder / "queue" / "nr_requests").write_text(disk[1])
+            for number in range(disk[0]):
+                (folder / "mq" / str(number)).mkdir(parents=True)
     ask.cache_clear()
-    assert ask(str(tmp_path)) is expected
+    assert ask(str(tmp_path)) == expected
     ask.cache_clear()

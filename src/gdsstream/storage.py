@@ -156,14 +156,17 @@ def residency(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None 
 
 
 @lru_cache(maxsize=1)
-def single_queue_disks(sysfs: str = "/sys") -> bool:
-    """Whether every disk of this machine is a virtio one with a single queue: a thread of the host copies what they
-    bring, so that more under way adds nothing to their rate. False where there is none, or sysfs does not tell."""
+def single_queue_requests(sysfs: str = "/sys") -> int:
+    """How many requests a disk of this machine takes at once, where every one is a virtio disk with a single queue: a
+    thread of the host copies what they bring, so that more under way adds nothing to their rate. The fewest of all; 0
+    where one is not, where there is none, or sysfs does not tell."""
     try:
         disks = [disk for disk in Path(sysfs, "block").iterdir() if (disk / "device").exists()]
-        return bool(disks) and all(d.name.startswith("vd") and len(list((d / "mq").iterdir())) == 1 for d in disks)
-    except OSError:
-        return False
+        if not all(disk.name.startswith("vd") and len(list((disk / "mq").iterdir())) == 1 for disk in disks):
+            return 0
+        return min((int((disk / "queue" / "nr_requests").read_text()) for disk in disks), default=0)
+    except (OSError, ValueError):
+        return 0
 
 
 def _native() -> Any:

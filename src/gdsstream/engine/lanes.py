@@ -36,7 +36,6 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
     """The three lanes, in the order of PAGE_CACHE, DIRECT, MAPPED, and what to call them; they count in `ledgers`."""
     cores = len(os.sched_getaffinity(0))
     threads = config.num_threads or min(cores, _MAX_AUTO_THREADS)
-    depth = config.io_depth or _AUTO_DEPTH
     reason = _native.io_uring_reason() if config.reader != "pread" else 'reader="pread"'
     if config.reader == "io_uring" and reason:
         raise BackendUnavailableError(f'reader="io_uring" cannot run: {reason}; use reader="auto" or "pread"')
@@ -44,10 +43,14 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
         say_once(log, f"reads with O_DIRECT use threads instead of io_uring: {reason}")
     buffered = "io_uring" if config.reader == "io_uring" else "pread"
     direct = "pread" if reason else "io_uring"
-    # A depth that was asked for is kept.
-    paced = direct == "io_uring" and config.io_depth is None and storage.single_queue_disks()
     asked = config.direct_threads or config.num_threads
     direct_threads = asked or (_DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _URING_THREADS))
+    depth = direct_depth = config.io_depth or _AUTO_DEPTH
+    # A depth that was asked for is kept.
+    requests = storage.single_queue_requests() if direct == "io_uring" and config.io_depth is None else 0
+    if requests:
+        # What its queue does not take waits for others' reads to end, each thread for some of its own.
+        direct_depth = min(depth, max(1, requests // direct_threads))
     lanes = [
         _native.Lane(
             buffered,
@@ -62,10 +65,10 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
             direct,
             direct=True,
             threads=direct_threads,
-            depth=depth if direct == "io_uring" else 1,
+            depth=direct_depth if direct == "io_uring" else 1,
             read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
             fixed_buffers=direct == "io_uring",
-            paced_bytes=_PACED_BYTES if paced else 0,
+            paced_bytes=_PACED_BYTES if requests else 0,
             faults=config.faults,
             ledger=ledgers[DIRECT],
         ),
@@ -82,8 +85,8 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
     return lanes, [
         f"page cache by {buffered} x{threads}",
         f"O_DIRECT by {direct} x{direct_threads}"
-        + (f" of depth {depth}" if direct == "io_uring" else "")
-        + (", paced" if paced else ""),
+        + (f" of depth {direct_depth}" if direct == "io_uring" else "")
+        + (", paced" if requests else ""),
         "registered page cache",
         "pinned copy in host memory",
     ]
