@@ -142,21 +142,12 @@ using Spans = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t
 // For tests of the cutting: each task as (group, reads, copies).
 std::vector<std::tuple<std::uint32_t, Spans, Spans>> cut(std::vector<Extent> extents, std::uint64_t task_bytes,
                                                          std::uint64_t alignment, std::uint64_t read_bytes,
-                                                         unsigned ramp_tasks, std::uint64_t piece_bytes) {
+                                                         unsigned ramp_tasks) {
     std::uint32_t files = 0;
     for (const Extent& extent : extents) files = std::max(files, extent.file + 1);
     const CutRules rules{task_bytes, alignment, read_bytes, ramp_tasks};
     std::vector<std::tuple<std::uint32_t, Spans, Spans>> result;
-    std::vector<Task> tasks = cut_tasks(extents, std::vector<std::uint32_t>(files, 0), 0, rules);
-    if (piece_bytes > 0) {
-        std::vector<Task> pieces;
-        const CutRules smaller{piece_bytes, alignment, read_bytes, 0};
-        for (const Task& task : tasks) {
-            for (const Task& piece : recut(extents, task, smaller)) pieces.push_back(piece);
-        }
-        tasks = std::move(pieces);
-    }
-    for (const Task& task : tasks) {
+    for (const Task& task : cut_tasks(extents, std::vector<std::uint32_t>(files, 0), 0, rules)) {
         std::vector<ReadSpan> reads;
         std::vector<CopySpan> copies;
         expand_staged(extents, task, rules, reads, copies);
@@ -193,9 +184,8 @@ NB_MODULE(_native, m) {
     m.def("cut_for_tests",
           [](const Array<std::int32_t>& file, const Array<std::int64_t>& offset, const Array<std::int64_t>& bytes,
              const Array<std::uint64_t>& target, const Array<std::int32_t>& group, std::uint64_t task_bytes,
-             std::uint64_t alignment, std::uint64_t read_bytes, unsigned ramp_tasks, std::uint64_t piece_bytes) {
-              return cut(to_extents(file, offset, bytes, target, group), task_bytes, alignment, read_bytes, ramp_tasks,
-                         piece_bytes);
+             std::uint64_t alignment, std::uint64_t read_bytes, unsigned ramp_tasks) {
+              return cut(to_extents(file, offset, bytes, target, group), task_bytes, alignment, read_bytes, ramp_tasks);
           });
 
     // Torch never frees an autograd graph that is alive when the interpreter exits, nor what it refers to.
@@ -256,15 +246,15 @@ NB_MODULE(_native, m) {
     nb::class_<LaneConfig>(m, "Lane").def(
         "__init__",
         [](LaneConfig* self, const std::string& reader, bool direct, unsigned threads, unsigned depth,
-           std::uint64_t read_bytes, bool fixed_buffers, std::uint64_t paced_bytes, std::string faults,
-           std::shared_ptr<Ledger> ledger) {
-            new (self)
-                LaneConfig{to_reader(reader), direct,           threads, depth, read_bytes, fixed_buffers, paced_bytes,
-                           std::move(faults), std::move(ledger)};
+           std::uint64_t read_bytes, bool fixed_buffers, std::uint64_t paced_bytes, std::uint64_t slot_bytes,
+           std::uint64_t staging_bytes, std::string faults, std::shared_ptr<Ledger> ledger) {
+            new (self) LaneConfig{to_reader(reader), direct,      threads,    depth,         read_bytes,
+                                  fixed_buffers,     paced_bytes, slot_bytes, staging_bytes, std::move(faults),
+                                  std::move(ledger)};
         },
         nb::arg("reader"), nb::kw_only(), nb::arg("direct"), nb::arg("threads"), nb::arg("depth"),
-        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("paced_bytes") = 0, nb::arg("faults") = "",
-        nb::arg("ledger") = nb::none());
+        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("paced_bytes") = 0, nb::arg("slot_bytes") = 0,
+        nb::arg("staging_bytes") = 0, nb::arg("faults") = "", nb::arg("ledger") = nb::none());
 
     nb::class_<Pace>(m, "Pace")
         .def(nb::init<unsigned, std::uint64_t>(), nb::arg("threads"), nb::arg("least_bytes"))

@@ -33,6 +33,12 @@ CutRules rules_for(const LaneConfig& lane, std::uint64_t slot_bytes, bool gpu) {
     return rules;
 }
 
+void check_slot(std::uint64_t bytes) {
+    if (bytes >= kMinSlotBytes && bytes % kPageBytes == 0) return;
+    throw Error(ErrorKind::config,
+                "a slot has " + std::to_string(bytes) + " bytes; it has to be a multiple of 4096, at least 65536");
+}
+
 void check_extents(const std::vector<std::shared_ptr<File>>& files, const std::vector<Extent>& extents,
                    std::uint32_t groups) {
     for (std::size_t i = 0; i < extents.size(); ++i) {
@@ -72,20 +78,23 @@ void check_in_memory(const std::vector<std::shared_ptr<File>>& files, const std:
 
 Engine::Engine(EngineConfig config) : config_(std::move(config)), pid_(::getpid()) {
     if (config_.lanes.empty()) throw Error(ErrorKind::config, "an engine needs at least one lane");
-    if (config_.slot_bytes < kMinSlotBytes || config_.slot_bytes % kPageBytes != 0) {
-        throw Error(ErrorKind::config, "a slot has " + std::to_string(config_.slot_bytes) +
-                                           " bytes; it has to be a multiple of 4096, at least 65536");
-    }
+    check_slot(config_.slot_bytes);
     if (config_.device >= 0) device_ = cuda::Device::open(config_.device, kCopyStreams);
     const bool gpu = device_ != nullptr;
     shared_ = std::make_shared<Shared>(config_.process);
     shared_->sink = gpu ? make_cuda_sink(device_) : make_cpu_sink();
-    shared_->ring = std::make_shared<StagingRing>(device_, config_.slot_bytes, config_.staging_bytes, config_.numa_node,
-                                                  shared_->counters.ring_wait_us);
+    const auto add_ring = [this](std::uint64_t slot_bytes, std::uint64_t limit_bytes) -> StagingRing& {
+        shared_->rings.push_back(std::make_shared<StagingRing>(device_, slot_bytes, limit_bytes, config_.numa_node,
+                                                               shared_->counters.ring_wait_us));
+        return *shared_->rings.back();
+    };
+    StagingRing& common = add_ring(config_.slot_bytes, config_.staging_bytes);
     shared_->cpus = config_.cpus;
     shared_->note = [this](const std::string& text) { note(text); };
     for (const LaneConfig& lane : config_.lanes) {
-        lanes_.push_back(std::make_unique<Lane>(lane, rules_for(lane, config_.slot_bytes, gpu), shared_));
+        if (lane.slot_bytes > 0) check_slot(lane.slot_bytes);
+        StagingRing& ring = lane.slot_bytes > 0 ? add_ring(lane.slot_bytes, lane.staging_bytes) : common;
+        lanes_.push_back(std::make_unique<Lane>(lane, rules_for(lane, ring.slot_bytes(), gpu), shared_, ring));
     }
 }
 
@@ -174,7 +183,9 @@ void Engine::prepare(std::uint32_t lane) {
     std::shared_ptr<StagingRing> ring;
     {
         std::lock_guard lock(mutex_);
-        ring = shared_->ring;
+        for (const auto& each : shared_->rings) {
+            if (each.get() == &lanes_[lane]->ring()) ring = each;
+        }
     }
     if (ring != nullptr && staged && (device_ != nullptr || lanes_[lane]->config().direct)) ring->grow_to_limit();
 }
@@ -190,7 +201,7 @@ void Engine::close() {
     // Copies may still read the ring: it must not be unregistered under them.
     while (!shared_->sink->idle()) std::this_thread::sleep_for(std::chrono::microseconds(50));
     std::lock_guard lock(mutex_);  // counters() may be looking at it
-    shared_->ring.reset();
+    shared_->rings.clear();
 }
 
 void Engine::note(const std::string& text) {
@@ -202,9 +213,10 @@ void Engine::note(const std::string& text) {
 
 std::vector<std::string> Engine::take_notes() {
     std::lock_guard lock(mutex_);
-    if (!shortfall_noted_ && shared_->ring != nullptr && shared_->ring->fell_short()) {
+    for (const auto& ring : shared_->rings) {
+        if (shortfall_noted_ || !ring->fell_short()) continue;
         shortfall_noted_ = true;
-        notes_.push_back("the staging ring stays smaller than staging_bytes: " + shared_->ring->shortfall());
+        notes_.push_back("the staging ring stays smaller than staging_bytes: " + ring->shortfall());
     }
     return std::exchange(notes_, {});
 }
@@ -227,10 +239,11 @@ std::map<std::string, std::uint64_t> Engine::counters() const {
                                                 {"mapped_bytes", shared_->held_bytes->load()}};
     for (const std::unique_ptr<Lane>& lane : lanes_) result["threads"] += lane->threads_started();
     std::lock_guard lock(mutex_);
-    if (shared_->ring != nullptr) {
-        result["staging_bytes"] = shared_->ring->bytes();
-        result["staging_slots"] = shared_->ring->slots_total();
-        result["staging_slots_held"] = shared_->ring->slots_total() - shared_->ring->slots_not_held();
+    for (const auto& ring : shared_->rings) {
+        const std::size_t slots = ring->slots_total();
+        result["staging_bytes"] += ring->bytes();
+        result["staging_slots"] += slots;
+        result["staging_slots_held"] += slots - ring->slots_not_held();
     }
     return result;
 }

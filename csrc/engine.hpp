@@ -1,4 +1,4 @@
-// The engine: a device, its sink, one staging ring, and the lanes that feed it.
+// The engine: a device, its sink, a staging ring (or one more for a lane), and the lanes that feed them.
 #pragma once
 
 #include <sys/types.h>
@@ -20,7 +20,7 @@ namespace gdsstream {
 
 struct EngineConfig {
     int device = -1;               // CUDA ordinal; < 0: bytes go to CPU memory
-    std::uint64_t slot_bytes = 0;  // of the ring: the most that one copy takes
+    std::uint64_t slot_bytes = 0;  // of its ring: the most that one copy takes
     std::uint64_t staging_bytes = 0;
     int numa_node = -1;
     std::vector<int> cpus;

@@ -5,7 +5,6 @@
 #include <system_error>
 #include <utility>
 
-#include "pace.hpp"
 #include "signals.hpp"
 #include "worker.hpp"
 
@@ -18,17 +17,13 @@ constexpr std::uint64_t kMinPartBytes = 64 << 10;
 // Parts for each worker, so that a short transfer ends on all of them at about the same time.
 constexpr std::uint64_t kPartsPerThread = 4;
 
-// As many pieces of tasks are under way at a disk: with fewer it would wait at the end of each, and more take all
-// slots.
-constexpr std::uint64_t kPiecesUnderWay = 4;
-
 }  // namespace
 
-Lane::Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared)
+Lane::Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared, StagingRing& ring)
     : config_(std::move(config)),
       rules_(rules),
       shared_(std::move(shared)),
-      worker_bytes_(Pace(config_.threads, config_.paced_bytes).limit_bytes()),
+      ring_(ring),
       copied_(config_.ledger != nullptr ? &config_.ledger->open() : nullptr) {}
 
 Lane::~Lane() { stop(); }
@@ -131,39 +126,19 @@ bool Lane::due_ahead() const {
            (open_ == nullptr || 2 * handed_out_ >= open_->reads.size());
 }
 
-std::vector<Task> Lane::pieces_of(Transfer& transfer, const Task& task) const {
-    CutRules rules = rules_;
-    const std::uint64_t share = config_.threads * worker_bytes_.load(std::memory_order_relaxed) / kPiecesUnderWay;
-    rules.task_bytes = std::min(rules.task_bytes, std::max(align_down(share, kPageBytes), kPageBytes));
-    if (task.bytes <= rules.task_bytes) return {};
-    std::vector<Task> pieces = recut(transfer.lists().extents, task, rules);
-    if (pieces.size() > 1) {
-        // None of them is over before the first is made.
-        transfer.expect_more(task.group, pieces.size() - 1);
-        shared_->activity.begin(pieces.size() - 1);
-    }
-    return pieces;
-}
-
 void Lane::make_next(std::unique_lock<std::mutex>& lock) {
     Queued& front = queue_.front();
-    const bool in_pieces = !pieces_.empty();
-    Task task = in_pieces ? pieces_[next_piece_] : front.tasks[front.next];
+    const Task task = front.tasks[front.next];
     const std::shared_ptr<Transfer> transfer = front.transfer;
     const std::uint64_t part_bytes = front.part_bytes;
     opening_ = true;
     lock.unlock();
 
     std::shared_ptr<Work> work;
-    std::vector<Task> pieces;
     try {
         CutRules rules = rules_;
         rules.read_bytes = part_bytes;
-        if (!transfer->aborted()) {
-            if (!in_pieces && config_.paced_bytes > 0) pieces = pieces_of(*transfer, task);
-            if (!pieces.empty()) task = pieces.front();
-            work = make_work(transfer, task, config_, rules, *shared_);
-        }
+        if (!transfer->aborted()) work = make_work(transfer, task, config_, rules, *shared_, ring_);
     } catch (const std::exception& error) {
         transfer->fail(as_error(error));
     }
@@ -171,13 +146,8 @@ void Lane::make_next(std::unique_lock<std::mutex>& lock) {
 
     lock.lock();
     opening_ = false;
-    if (!pieces.empty()) pieces_ = std::move(pieces);
-    if (!pieces_.empty() && ++next_piece_ == pieces_.size()) {
-        pieces_.clear();
-        next_piece_ = 0;
-    }
     // Only who is opening takes tasks off, and others only append: the front is still the same.
-    if (pieces_.empty() && ++queue_.front().next == queue_.front().tasks.size()) queue_.pop_front();
+    if (++queue_.front().next == queue_.front().tasks.size()) queue_.pop_front();
     next_ = std::move(work);
     next_part_bytes_ = part_bytes;
 }
@@ -192,7 +162,7 @@ bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
         bool over = work->transfer->aborted();
         if (!over) {
             try {
-                open = take_slot(work, *shared_, may_wait);
+                open = take_slot(work, may_wait);
                 // Mapped files need no reads: there is nothing to hand out.
                 if (open && work->reads.empty()) {
                     work->copied = copied_;

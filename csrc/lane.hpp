@@ -1,13 +1,11 @@
 // A lane: the tasks that one kind of Reader works off, and the threads that do it.
 //
 // Transfers queue up first come, first served. A task fills a slot of many megabytes, so that the copy out of it is
-// large; the workers take it in parts, so that the slot is filled by all of them at once. A lane that is paced makes it
-// in pieces of a quarter of what is worth having under way, each in a slot of its own. While one is handed out, the
+// large; the workers take it in parts, so that the slot is filled by all of them at once. While one is handed out, the
 // lists of the next are made, which takes long where its reads are small; its slot is taken when it is its turn.
 // Threads start with the first task: a lane that is never used costs nothing.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -31,19 +29,19 @@ struct Part {
 
 class Lane {
   public:
-    Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared);
+    // `ring` is what its tasks' slots come from; it has to stay until the threads are joined.
+    Lane(LaneConfig config, CutRules rules, std::shared_ptr<Shared> shared, StagingRing& ring);
     ~Lane();
     Lane(const Lane&) = delete;
     Lane& operator=(const Lane&) = delete;
 
     const LaneConfig& config() const { return config_; }
     const CutRules& rules() const { return rules_; }
+    StagingRing& ring() const { return ring_; }
 
     void enqueue(std::shared_ptr<Transfer> transfer, std::vector<Task> tasks);
     // A part that is not empty; or false: none now (with `wait`: the lane is stopping).
     bool claim(Part& part, bool wait);
-    // What a worker found worth having under way; tasks are cut by it.
-    void pace(std::uint64_t worker_bytes) { worker_bytes_.store(worker_bytes, std::memory_order_relaxed); }
     // Transfers that are queued fail; their tasks are retired unread. Joins the threads.
     void stop();
     // Whether tasks wait to be begun.
@@ -65,24 +63,19 @@ class Lane {
     bool hand_out(Part& part);
     // Whether the next task's lists should be made while the open one is still being handed out.
     bool due_ahead() const;
-    // Takes a task, or a piece of one, off the queue and makes its lists, without the lock, which it takes again.
+    // Takes a task off the queue and makes its lists, without the lock, which it takes again.
     void make_next(std::unique_lock<std::mutex>& lock);
     // Opens the next task without the lock, which it takes again. false: no slot is free now.
     bool open_next(std::unique_lock<std::mutex>& lock, bool may_wait);
 
-    // The pieces that a task is to be made in; it alone where it is small enough.
-    std::vector<Task> pieces_of(Transfer& transfer, const Task& task) const;
-
     const LaneConfig config_;
     const CutRules rules_;
     const std::shared_ptr<Shared> shared_;
-    std::atomic<std::uint64_t> worker_bytes_;
+    StagingRing& ring_;
     Tally* const copied_;  // of work without reads; written by whoever opens a task, one at a time
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<Queued> queue_;
-    std::vector<Task> pieces_;  // of the first one's next task, where it is made in several
-    std::size_t next_piece_ = 0;
     bool opening_ = false;        // some worker makes or opens the next task
     std::shared_ptr<Work> next_;  // made; not open yet
     std::uint64_t next_part_bytes_ = 0;

@@ -29,23 +29,19 @@ std::byte* StagingRing::segment_data(unsigned segment) const {
 }
 
 Slot* StagingRing::take_free_or_copied() {
-    // One that was used before one that was not: no more of the ring is in use than has to be.
     try {
-        if (!copying_.empty() && copying_.front()->copied.complete()) {
-            Slot* slot = copying_.front();
+        while (!copying_.empty() && copying_.front()->copied.complete()) {
+            free_.push_back(copying_.front());
             copying_.pop_front();
-            return slot;
         }
     } catch (const Error&) {
         // It stays among those whose copies nobody knows about: no reason to fail while another one is free.
         if (free_.empty()) throw;
     }
-    if (!free_.empty()) {
-        Slot* slot = free_.back();
-        free_.pop_back();
-        return slot;
-    }
-    return nullptr;
+    if (free_.empty()) return nullptr;
+    Slot* slot = free_.back();
+    free_.pop_back();
+    return slot;
 }
 
 bool StagingRing::grow(bool always) {

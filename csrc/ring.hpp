@@ -80,7 +80,9 @@ class StagingRing {
     std::string shortfall_;
     std::atomic<bool> fell_short_{false};
     std::vector<std::unique_ptr<Segment>> segments_;
-    std::vector<Slot*> free_;    // last in, first out: the slot used last is the one still in the cache
+    // Last in, first out: the slot used last is the one still in the caches, and no more of the ring is in use than has
+    // to be.
+    std::vector<Slot*> free_;
     std::deque<Slot*> copying_;  // in the order of their copies, on one stream
 };
 

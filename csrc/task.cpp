@@ -33,15 +33,13 @@ class Cutter {
   public:
     explicit Cutter(const CutRules& rules) : rules_(rules) {}
 
-    void add(std::uint32_t index, const Extent& extent) { add(index, extent, 0, extent.bytes); }
-
-    // Bytes [skip, end) of the extent.
-    void add(std::uint32_t index, const Extent& extent, std::uint64_t skip, std::uint64_t end) {
-        while (skip < end) {
+    void add(std::uint32_t index, const Extent& extent) {
+        std::uint64_t skip = 0;
+        while (skip < extent.bytes) {
             if (open_ && (extent.group != current_.group || index > last_ + 1)) close();
             if (!open_) start(extent.group, index, skip);
             const std::uint64_t offset = extent.offset + skip;
-            const std::uint64_t bytes = fitting(extent, offset, end - skip);
+            const std::uint64_t bytes = fitting(extent, offset, extent.bytes - skip);
             if (bytes == 0) {
                 close();
                 continue;
@@ -50,7 +48,7 @@ class Cutter {
             current_.bytes += bytes;
             last_ = index;
             skip += bytes;
-            if (skip < end) close();
+            if (skip < extent.bytes) close();
         }
         // An empty extent lies between two parts of one task without breaking it.
         if (extent.bytes == 0 && open_ && index == last_ + 1) last_ = index;
@@ -138,19 +136,6 @@ std::vector<Task> cut_tasks(const std::vector<Extent>& extents, const std::vecto
     Cutter cutter(rules);
     for (std::size_t i = 0; i < extents.size(); ++i) {
         if (file_lane[extents[i].file] == lane) cutter.add(static_cast<std::uint32_t>(i), extents[i]);
-    }
-    return cutter.finish();
-}
-
-std::vector<Task> recut(const std::vector<Extent>& extents, const Task& task, const CutRules& rules) {
-    Cutter cutter(rules);
-    std::uint64_t left = task.bytes;
-    std::uint64_t skip = task.skip;
-    for (std::uint32_t i = task.first; left > 0; ++i) {
-        const std::uint64_t bytes = std::min(left, extents[i].bytes - skip);
-        cutter.add(i, extents[i], skip, skip + bytes);
-        left -= bytes;
-        skip = 0;
     }
     return cutter.finish();
 }

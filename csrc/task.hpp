@@ -36,9 +36,6 @@ struct CutRules {
 std::vector<Task> cut_tasks(const std::vector<Extent>& extents, const std::vector<std::uint32_t>& file_lane,
                             std::uint32_t lane, const CutRules& rules);
 
-// A task in pieces that `rules` allow, in its order.
-std::vector<Task> recut(const std::vector<Extent>& extents, const Task& task, const CutRules& rules);
-
 struct ReadSpan {
     std::uint32_t file = 0;
     std::uint64_t offset = 0;  // aligned

@@ -37,12 +37,6 @@ void Transfer::expect(const std::vector<std::uint64_t>& tasks_of_group) {
     for (const std::uint32_t group : empty) land(group);
 }
 
-void Transfer::expect_more(std::uint32_t group, std::uint64_t tasks) {
-    std::lock_guard lock(mutex_);
-    groups_[group].tasks_left += tasks;
-    tasks_left_ += tasks;
-}
-
 void Transfer::check_files(bool mapped) const {
     for (std::size_t i = 0; i < lists_.files.size(); ++i) {
         if (lists_.file_mapped[i] == mapped) lists_.files[i]->check_unchanged("read");

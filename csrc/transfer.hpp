@@ -54,8 +54,6 @@ class Transfer {
 
     // Once, before any task is begun: how many tasks each group has, over all lanes.
     void expect(const std::vector<std::uint64_t>& tasks_of_group);
-    // A task of the group that is not over yet has become so many more.
-    void expect_more(std::uint32_t group, std::uint64_t tasks);
     void retire(std::uint32_t group);
     void fail(Error error);
     bool aborted() const { return aborted_.load(std::memory_order_acquire); }

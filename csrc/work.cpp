@@ -72,15 +72,15 @@ void settle(Work& work, Shared& shared) {
     if (work.slot != nullptr) {
         try {
             if (copied) {
-                shared.sink->finish_slot(*shared.ring, work.slot, transfer.channel());
+                shared.sink->finish_slot(*work.ring, work.slot, transfer.channel());
             } else {
-                shared.ring->release(work.slot);
+                work.ring->release(work.slot);
             }
         } catch (const std::exception& error) {
             // The event could not be recorded: the slot is free when no copy at all is left.
             transfer.fail(as_error(error));
             while (!shared.sink->idle()) std::this_thread::sleep_for(std::chrono::microseconds(50));
-            shared.ring->release(work.slot);
+            work.ring->release(work.slot);
         }
     }
     count(work, shared.counters);
@@ -90,10 +90,11 @@ void settle(Work& work, Shared& shared) {
 }  // namespace
 
 std::shared_ptr<Work> make_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
-                                const CutRules& rules, Shared& shared) {
+                                const CutRules& rules, Shared& shared, StagingRing& ring) {
     const Transfer::Lists& lists = transfer->lists();
     auto work = std::make_shared<Work>();
     work->task = task;
+    work->ring = &ring;
     std::vector<ReadSpan> spans;
     if (shared.sink->takes_reads_in_place() && !lane.direct) {
         expand_in_place(lists.extents, task, rules, spans);
@@ -123,9 +124,9 @@ std::shared_ptr<Work> make_work(std::shared_ptr<Transfer> transfer, const Task& 
     return work;
 }
 
-bool take_slot(const std::shared_ptr<Work>& work, Shared& shared, bool may_wait) {
+bool take_slot(const std::shared_ptr<Work>& work, bool may_wait) {
     if (work->staged) {
-        work->slot = may_wait ? shared.ring->acquire() : shared.ring->try_acquire();
+        work->slot = may_wait ? work->ring->acquire() : work->ring->try_acquire();
         if (work->slot == nullptr) return false;
     }
     work->alive = work;

@@ -28,7 +28,9 @@ struct LaneConfig {
     unsigned depth = 1;            // reads under way in each thread
     std::uint64_t read_bytes = 0;  // the most that one read takes
     bool fixed_buffers = false;
-    std::uint64_t paced_bytes = 0;   // the least of a pace (pace.hpp), for readers that keep many under way; 0: none
+    std::uint64_t paced_bytes = 0;  // the least of a pace (pace.hpp), for readers that keep many under way; 0: none
+    std::uint64_t slot_bytes = 0;   // of a staging ring of its own; 0: the engine's, and no more of this
+    std::uint64_t staging_bytes = 0;
     std::string faults;              // see with_faults()
     std::shared_ptr<Ledger> ledger;  // what the lane reads is counted there; null: not at all
 };
@@ -49,7 +51,8 @@ struct Shared {
     explicit Shared(std::shared_ptr<Activity> process = nullptr) : activity(std::move(process)) {}
 
     std::shared_ptr<Sink> sink;
-    std::shared_ptr<StagingRing> ring;
+    // The engine's, and those of lanes that have one of their own; none after close.
+    std::vector<std::shared_ptr<StagingRing>> rings;
     std::vector<int> cpus;  // where workers run; empty: anywhere
     Counters counters;
     Activity activity;  // tasks of any transfers
@@ -61,8 +64,9 @@ struct Shared {
 struct Work {
     std::shared_ptr<Transfer> transfer;
     Task task;
-    bool staged = false;   // its reads land in a slot
-    Slot* slot = nullptr;  // taken when it is opened
+    bool staged = false;  // its reads land in a slot
+    StagingRing* ring = nullptr;
+    Slot* slot = nullptr;  // of the ring; taken when it is opened
     std::vector<ReadOp> reads;
     std::vector<CopySpan> copies;  // sources lie in the slot, or are addresses where there is none
     std::atomic<std::size_t> left{0};
@@ -74,11 +78,11 @@ struct Work {
 
 // Makes the reads and copies of `task`.
 std::shared_ptr<Work> make_work(std::shared_ptr<Transfer> transfer, const Task& task, const LaneConfig& lane,
-                                const CutRules& rules, Shared& shared);
+                                const CutRules& rules, Shared& shared, StagingRing& ring);
 
 // The work is ready to be read. false: it needs a slot and none is free (only without `may_wait`).
 // Throws Error(memory | cuda) where no slot can be had at all; the task is then not retired.
-bool take_slot(const std::shared_ptr<Work>& work, Shared& shared, bool may_wait);
+bool take_slot(const std::shared_ptr<Work>& work, bool may_wait);
 
 // Where the bytes of a read go, which is known once the work has its slot.
 void place_read(const Work& work, ReadOp& op);

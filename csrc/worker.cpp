@@ -35,7 +35,7 @@ void Worker::set_up() {
         options.direct = config.direct;
         options.depth = config.depth;
         if (config.fixed_buffers) {
-            StagingRing& ring = *shared_.ring;
+            StagingRing& ring = lane_.ring();
             options.max_segments = ring.max_segments();
             options.segment_bytes = ring.segment_bytes();
             options.segment_data = [&ring](unsigned segment) { return ring.segment_data(segment); };
@@ -108,7 +108,6 @@ void Worker::note_pace() {
         quickest_ns = std::min(quickest_ns, now_ns_ - op->started_ns);
     }
     pace_.arrived(arrived_.size(), bytes, quickest_ns, now_ns_);
-    lane_.pace(pace_.limit_bytes());
 }
 
 // More than the most fills a disk's queue with large reads, and slots with bytes that wait.

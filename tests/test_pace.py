@@ -142,17 +142,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_slow_disk_is_read_in_pieces_of_a_quarter_of_what_is_under_way(path: Path) -> None:
+def test_paced_reads_go_through_small_slots_of_a_ring_of_their_own(path: Path) -> None:
     got, counted = read(path, faults="delay_us=4000")
     assert got == path.read_bytes()
-    # Of a slot each they would be five; how many pieces they become is for the disk to say.
-    assert 20 <= counted["tasks"] <= 45
+    # 1.5 MiB each, of 40 MiB and some bytes, and of 24.
+    assert counted["tasks"] == 27 + 16
+    assert counted["staging_slots"] == 21
+    assert counted["staging_bytes"] == 21 * 3 * MIB // 2
+    assert counted["staging_slots_held"] == 0
     # The second group begins within a block, which both of them read.
     assert counted["read_bytes"] == 64 * MIB + 4096
 
 
 @pytest.mark.parametrize("fault", ["eio@40", "short@40", "nomem@40"])
-def test_a_fault_in_a_piece_fails_the_transfer_and_the_next_one_arrives(path: Path, fault: str, no_leaks: None) -> None:
+def test_a_fault_fails_the_transfer_and_the_next_one_arrives(path: Path, fault: str, no_leaks: None) -> None:
     plan = make_plan([(0, 0, 64 * MIB, 0, 0, 0)], (64 * MIB,))
     out = torch.zeros(64 * MIB, dtype=torch.uint8)
     with gdsstream.open_engine(
@@ -163,6 +166,13 @@ def test_a_fault_in_a_piece_fails_the_transfer_and_the_next_one_arrives(path: Pa
         engine.submit([source_of(path)], plan, [out]).wait()
         assert engine.stats()["staging_slots_held"] == 0
     assert out.numpy().tobytes() == path.read_bytes()
+
+
+def test_the_ring_of_paced_reads_is_bounded_too(path: Path) -> None:
+    got, counted = read(path, staging_bytes=4 * MIB, chunk_size=256 * 1024)
+    assert got == path.read_bytes()
+    assert counted["staging_bytes"] <= 4 * MIB
+    assert counted["staging_slots"] > 1
 
 
 def test_a_depth_that_was_asked_for_is_kept_with_tasks_of_a_slot_each(path: Path) -> None:

@@ -35,7 +35,6 @@ def cut(
     alignment: int = 1,
     read_bytes: int | None = None,
     ramp_tasks: int = 0,
-    piece_bytes: int = 0,
 ) -> Tasks:
     table = np.array([tuple(extent) for extent in extents], dtype=np.int64).reshape(-1, 4)
     return _native.cut_for_tests(
@@ -48,7 +47,6 @@ def cut(
         alignment,
         task_bytes if read_bytes is None else read_bytes,
         ramp_tasks,
-        piece_bytes,
     )
 
 
@@ -70,19 +68,11 @@ def check(
     alignment: int,
     read_bytes: int,
     ramp_tasks: int = 0,
-    piece_bytes: int = 0,
 ) -> Tasks:
-    """Run the reads and copies of every task, or of all pieces of each, in memory."""
+    """Run the reads and copies of every task in memory."""
     tasks = cut(
-        extents,
-        targets,
-        task_bytes=task_bytes,
-        alignment=alignment,
-        read_bytes=read_bytes,
-        ramp_tasks=ramp_tasks,
-        piece_bytes=piece_bytes,
+        extents, targets, task_bytes=task_bytes, alignment=alignment, read_bytes=read_bytes, ramp_tasks=ramp_tasks
     )
-    task_bytes = min(task_bytes, piece_bytes or task_bytes)
     ends: Counter[int] = Counter()
     for extent in extents:
         ends[extent.file] = max(ends[extent.file], extent.offset + extent.nbytes)
@@ -149,24 +139,11 @@ def workloads(draw: st.DrawFn) -> tuple[list[Extent], list[int]]:
     read_pages=st.sampled_from([1, 2, 16, 64]),
     alignment=st.sampled_from([1, 4096]),
     ramp_tasks=st.sampled_from([0, 0, 2]),
-    piece_pages=st.sampled_from([0, 0, 1, 2, 5, 16]),
 )
-@example(workload=([Extent(0, 4095, 2)], [0]), pages=1, read_pages=1, alignment=4096, ramp_tasks=0, piece_pages=0)
-@example(
-    workload=([Extent(0, 0, 0), Extent(0, 5, 0)], [0, 0]),
-    pages=1,
-    read_pages=1,
-    alignment=1,
-    ramp_tasks=0,
-    piece_pages=0,
-)
+@example(workload=([Extent(0, 4095, 2)], [0]), pages=1, read_pages=1, alignment=4096, ramp_tasks=0)
+@example(workload=([Extent(0, 0, 0), Extent(0, 5, 0)], [0, 0]), pages=1, read_pages=1, alignment=1, ramp_tasks=0)
 def test_any_extents_arrive_exactly_once(
-    workload: tuple[list[Extent], list[int]],
-    pages: int,
-    read_pages: int,
-    alignment: int,
-    ramp_tasks: int,
-    piece_pages: int,
+    workload: tuple[list[Extent], list[int]], pages: int, read_pages: int, alignment: int, ramp_tasks: int
 ):
     extents, targets = workload
     tasks = check(
@@ -174,9 +151,8 @@ def test_any_extents_arrive_exactly_once(
         targets,
         task_bytes=pages * 4096,
         alignment=alignment,
-        read_bytes=min(pages, read_pages, piece_pages or pages) * 4096,
+        read_bytes=min(pages, read_pages) * 4096,
         ramp_tasks=ramp_tasks,
-        piece_bytes=piece_pages * 4096,
     )
     parts = sum(extent.nbytes > 0 for extent in extents) + len(tasks)
     read = sum(nbytes for _, reads, _ in tasks for _, _, nbytes, _, _ in reads)
@@ -227,13 +203,6 @@ def test_tasks_are_filled():
         assert all(len(reads) == 1 for _, reads, _ in tasks)
         # Cut at blocks of the file, so that no block is read twice.
         assert all(reads[0][1] % 4096 == 0 for _, reads, _ in tasks[1:])
-
-
-def test_pieces_of_tasks_are_filled_and_read_no_block_twice():
-    extents = [Extent(0, 17, 10_000_000)]
-    tasks = check(extents, [0], task_bytes=1024 * KIB, alignment=4096, read_bytes=64 * KIB, piece_bytes=256 * KIB)
-    assert len(tasks) == -(-10_000_017 // (256 * KIB))
-    assert sum(nbytes for _, reads, _ in tasks for _, _, nbytes, _, _ in reads) == -(-10_000_017 // 4096) * 4096
 
 
 def test_the_first_tasks_of_a_ramp_are_small():

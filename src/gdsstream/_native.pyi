@@ -48,10 +48,9 @@ def cut_for_tests(
     alignment: int,
     read_bytes: int,
     ramp_tasks: int,
-    piece_bytes: int,
 ) -> list[tuple[int, list[_Span], list[_Span]]]:
-    """How extents are cut: (group, reads, copies) of each task, or of its pieces where `piece_bytes` is not 0. A read
-    is (file, offset, nbytes, wanted, place in the slot), a copy (place in the slot, target, nbytes, file, 0)."""
+    """How extents are cut: (group, reads, copies) of each task. A read is (file, offset, nbytes, wanted, place in the
+    slot), a copy (place in the slot, target, nbytes, file, 0)."""
 
 class File:
     """An open file with the stamp that it has to keep: (device, inode, size, mtime_ns, ctime_ns)."""
@@ -139,7 +138,8 @@ class Activity:
 
 class Lane:
     """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread at most;
-    with `paced_bytes` of all threads as many as keep the disk busy, and no fewer bytes than that."""
+    with `paced_bytes` of all threads as many as keep the disk busy, and no fewer bytes than that. With `slot_bytes` its
+    tasks have that, and slots of a ring of its own, of `staging_bytes` at most."""
 
     def __init__(
         self,
@@ -151,6 +151,8 @@ class Lane:
         read_bytes: int,
         fixed_buffers: bool = False,
         paced_bytes: int = 0,
+        slot_bytes: int = 0,
+        staging_bytes: int = 0,
         faults: str = "",
         ledger: Ledger | None = None,
     ) -> None: ...

@@ -57,7 +57,8 @@ class StreamConfig:
         num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 12.
         direct_threads: reader threads of the O_DIRECT path. Default: num_threads where that is given, else 4 of
             io_uring, or 32 where it is forbidden.
-        staging_bytes: the most pinned memory that the staging ring may grow to. Default 96 MiB.
+        staging_bytes: the most pinned memory that the staging ring may grow to. Default 96 MiB. Reads with O_DIRECT
+            that are held back (see io_depth) go through another ring, of that or 32 MiB, whichever is less.
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
         numa: whether threads and staging memory go to the GPU's NUMA node. Default True.
         compat_mode, bounce_buffer_bytes, register_buffers: kvikio's, for "cufile" only; see CuFileSettings.

@@ -54,8 +54,11 @@ struct Round {
             lane.depth = reader == ReaderKind::uring ? 1 + static_cast<unsigned>(random.below(8)) : 1;
             lane.read_bytes = random.chance(50) ? 16 << 10 : kSlotBytes;
             lane.fixed_buffers = reader == ReaderKind::uring && random.chance(50);
-            // Tasks in pieces of a block and more.
             if (reader == ReaderKind::uring && random.chance(50)) lane.paced_bytes = 16384 << random.below(5);
+            if (random.chance(50)) {
+                lane.slot_bytes = kSlotBytes << random.below(2);
+                lane.staging_bytes = (1 + random.below(4)) * lane.slot_bytes;
+            }
             lane.faults = faults;
             if (random.chance(50)) lane.ledger = ledger;
             config.lanes.push_back(lane);

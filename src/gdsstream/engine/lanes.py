@@ -24,6 +24,10 @@ _DIRECT_READ_BYTES = 512 << 10
 # Under way at a single-queue disk before its rate is known, and at a slow one always: it was slower with 8 MiB, which
 # left the caches, and with 4.
 _PACED_BYTES = 6 << 20
+# Of a slot that such reads go through. It is not free until the last of its reads has come and its copy is over: those
+# under way, which are half done on average, need twice as many slots as their bytes fill, and some are being copied.
+_PACED_SLOT_BYTES = _PACED_BYTES // 4
+_PACED_RING_BYTES = 32 << 20
 
 PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
 # What they are called in statistics.
@@ -69,6 +73,8 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
             read_bytes=min(config.chunk_bytes, _DIRECT_READ_BYTES),
             fixed_buffers=direct == "io_uring",
             paced_bytes=_PACED_BYTES if requests else 0,
+            slot_bytes=min(config.slot_bytes, _PACED_SLOT_BYTES) if requests else 0,
+            staging_bytes=min(config.staging_bytes, _PACED_RING_BYTES),
             faults=config.faults,
             ledger=ledgers[DIRECT],
         ),
