@@ -22,8 +22,8 @@ from bench.record import Record
 
 DOCUMENTS = ("README.md", "docs/performance.md")
 _OVERRIDE = re.compile(r"(scenario|storage|cache|device)\b.*=")
-#: What says where a run keeps its lines, and not what it measures.
-_HOW = ("output", "resume", "isolate", "allow_busy_gpu", "reference")
+#: What says where a run keeps its lines or when it gives a row up, and not what it measures.
+_HOW = ("output", "resume", "isolate", "allow_busy_gpu", "hang_seconds", "reference")
 
 
 class Table(NamedTuple):
