@@ -16,6 +16,7 @@ from bench.record import Record
 
 GOLDEN = Path(__file__).with_name("golden_record.json")
 H200 = ROOT / "docs" / "results" / "h200-2026-11-21"
+REFERENCE = ROOT / "docs" / "results" / "h200-2026-11-22" / "reference" / "results.jsonl"
 CPU = ROOT / "docs" / "results" / "cpu-2026-11-21"
 _BYTES = 10**9
 

@@ -303,7 +303,7 @@ def test_of_a_cold_cache_no_sample_reads_a_second_epoch(tmp_path: Path) -> None:
 
 def test_an_epoch_that_is_a_little_longer_than_a_sample_is_delivered_whole(written: files.BenchFiles) -> None:
     # Twelve batches, 0.24 s.
-    row = measured(written, {"row": InMemory(pause_s=0.02)}, replace(EPOCH, sample_seconds=0.18))["row"]
+    row = measured(written, {"row": InMemory(pause_s=0.02)}, replace(EPOCH, sample_seconds=0.23))["row"]
     assert row.figures["batches"] == [12, 12]
 
 

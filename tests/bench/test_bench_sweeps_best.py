@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_rows import H200, row
+from record_rows import REFERENCE, row
 
 from bench import results, sweeps, sweeps_best
 from bench.plots import sweep
@@ -71,11 +71,11 @@ def test_a_next_one_whose_interval_overlaps_may_be_the_best() -> None:
 
 
 def test_what_is_no_choice_has_no_best_and_every_loader_its_own() -> None:
-    every = results.read(H200 / "reference" / "results.jsonl")
+    every = results.read(REFERENCE)
     assert sweeps_best.lines([each for each in every if each.scenario in ("alignment", "raw_read_sizes")]) == []
     said = sweeps_best.lines([each for each in every if each.scenario == "queue_depth"])
     assert [line.split(":")[0] for line in said] == [
-        f"Best of 4 for queue_depth, {name}" for name in ("storage_cpu_aio", "engine_direct", "gpu_async_stream")
+        f"Best of 8 for queue_depth, {name}" for name in ("storage_cpu_aio", "engine_direct", "gpu_async_stream")
     ]
 
 
