@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from bench.results import Group
 from bench.table import Content
 
 NAME = "report.md"
+_NUMBER = re.compile(r"(\d+)")
 NO_PLOTS = "Plots are missing: matplotlib is not installed; `pip install 'gdsstream[bench]'` and make the report again."
 
 
@@ -127,13 +129,30 @@ def _table(content: Content) -> list[str]:
 
 
 def _routes(measured: Sequence[Record]) -> list[str]:
-    """By which way the bytes went, and what was set: what two rows differ in cannot be seen from their names."""
-    said = {}
+    """By which ways the bytes went, and what was set: what two rows differ in cannot be seen from their names."""
+    said: dict[str, dict[str, None]] = {}
     for record in measured:
         options = record.config.get("loaders", {}).get(record.loader, {})
         given = ", ".join(f"{k}={v}" for k, v in options.items() if k != "kind" and v is not None)
-        said[record.loader] = "; ".join(part for part in (record.route, given) if part)
-    return [f"- `{loader}`: {_escaped(text)}" for loader, text in said.items() if text]
+        text = "; ".join(part for part in (record.route, given) if part)
+        if text:
+            said.setdefault(record.loader, {})[text] = None
+    lines = []
+    for loader, texts in said.items():
+        ways = [_escaped(way) for way in _without_counts(list(texts))]
+        lines += [f"- `{loader}`: {ways[0]}"] if len(ways) == 1 else [f"- `{loader}`:", *(f"  - {way}" for way in ways)]
+    return lines
+
+
+def _without_counts(texts: Sequence[str]) -> list[str]:
+    """Texts that differ in nothing but numbers as one, with an N for each number that differs: the table has those."""
+    alike: dict[str, list[list[str]]] = {}
+    for text in texts:
+        alike.setdefault(_NUMBER.sub("", text), []).append(_NUMBER.split(text))
+    return [
+        "".join(words[0] if len(set(words)) == 1 else "N" for words in zip(*found, strict=True))
+        for found in alike.values()
+    ]
 
 
 def _picture(path: Path, caption: str) -> list[str]:

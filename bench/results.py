@@ -169,15 +169,26 @@ def part(each: Record) -> str:
     return f"records of {table.block(sizes)}" if isinstance(sizes, int) else ""
 
 
+def ios(each: Record) -> str:
+    """What the ios of a transfer are, for people: "randread of 4 KiB"; empty for what is none."""
+    return _ios(settings(each)) if each.verb == "transfer" else ""
+
+
+def _ios(flat: Mapping[str, Any]) -> str:
+    spread, size = flat.get("scenario.io_range"), flat["scenario.io_bytes"]
+    sizes = spread[:2] if isinstance(spread, list) else [size]
+    return f"{flat['scenario.ops']} of {'-'.join(map(table.block, sizes))}"
+
+
 def _transfer_part(flat: Mapping[str, Any]) -> str:
-    spread = flat.get("scenario.io_range")
     if any(isinstance(flat[f"scenario.{name}"], list) for name in config_transfer.PARTS):
         return ""  # a run that could not begin has no parts
-    sizes = spread[:2] if isinstance(spread, list) else [flat["scenario.io_bytes"]]
+    # With a time for a sample, slow rows move less.
+    most = "at most " if flat.get("scenario.sample_seconds") else ""
     words = [
-        f"{flat['scenario.ops']} of {'-'.join(map(table.block, sizes))}",
+        _ios(flat),
         f"{flat['scenario.threads']} x {flat['scenario.depth']} in flight",
-        f"{table.block(flat['scenario.total_bytes'])} a sample",
+        f"{most}{table.block(flat['scenario.total_bytes'])} a sample",
     ]
     if flat["scenario.shift_bytes"]:
         words.append(f"shifted by {flat['scenario.shift_bytes']} B")

@@ -49,7 +49,7 @@ def draw(sweep: Sweep, path: Path) -> tuple[Path, str]:
         last.set_xscale("log", base=2)
     style.ticks_at(last.xaxis, list(place.values()), [value(sweep.knob, at) for at in known])
     last.set_xlabel(f"{name}, equally spaced" if spaced else name)
-    style.heading(made, f"{sweep.scenario}, {first.cache} cache, {first.env.get('gpu') or first.device}")
+    style.heading(made, f"{_what(sweep)}, {first.cache} cache, {first.env.get('gpu') or first.device}")
     style.save(made, path)
     caption = f"Throughput against {name}: small marks are samples, lines join the medians. "
     caption += f"Bars: the ceilings of the rounds of each point ({first.ceiling['kind']}), with their median across."
@@ -91,6 +91,13 @@ def _panel(panel: Axes, lines: Sequence[Line], loader: str, place: Mapping[float
     panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8.5, labelcolor=style.INK)
     if loader:
         panel.set_title(loader, loc="left", fontsize=9.5, color=style.INK)
+
+
+def _what(sweep: Sweep) -> str:
+    """The scenario, and of transfers the ios where all points have the same."""
+    every = [record for line in sweep.lines for _, records in line.points for record in records]
+    ios = {results.ios(record) for record in every}
+    return ", ".join(filter(None, [sweep.scenario, *(ios if len(ios) == 1 else ())]))
 
 
 def _ceiling(panel: Axes, at: float, limits: Sequence[float], colour: str, label: str) -> None:
