@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from bench import aio, cache, ceilings_best, ceilings_disk
+from bench.ceilings import Ceiling, ParallelRead
 from bench.ceilings_best import Best
 from bench.ceilings_disk import Arrangement, Disk
+from bench.ceilings_write import DirectWrite
 from bench.config import BenchError
 from bench.loaders.base import GatherRequest
+from bench.measure import ALONE
+from bench.run_parts import InTurn
 
 MIB = 1 << 20
 
@@ -57,6 +61,21 @@ def test_luck_is_no_ceiling() -> None:
     luckiest = np.max(list(best.rates.values()), axis=0)
     assert np.median(row / luckiest) < 0.94
     assert 0.96 < np.median(row / best.in_hindsight(300)) < 1.02
+
+
+@pytest.mark.parametrize("kind", ["disk", "cache", "writes"])
+def test_ceilings_of_several_ways_are_known_in_hindsight(paths: list[str], tmp_path: Path, kind: str) -> None:
+    ceiling: Ceiling
+    if kind == "disk":
+        ceiling = Disk(paths, MIB)
+    elif kind == "cache":
+        ceiling = ParallelRead(paths, consumer=False, nbytes=MIB)
+    else:
+        ceiling = DirectWrite(tmp_path, MIB)
+    ceiling._best.rates = {"a": [1.0, 9.0, 1.0], "b": [2.0, 3.0, 2.0]}
+    for each in (ceiling, InTurn(ceiling, ALONE)):
+        assert each.in_hindsight([9.0, 9.0, 9.0]) == [2.0, 3.0, 2.0]
+    ceiling.close()
 
 
 def test_a_lucky_screening_is_corrected_by_the_trial() -> None:

@@ -142,6 +142,14 @@ def test_a_warm_cache_is_never_reported_as_cold(written: files.BenchFiles, monke
     assert record.problems(json.loads(row.to_json())) == []
 
 
+def test_the_limits_of_the_rounds_are_known_in_hindsight(
+    written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Steady, "in_hindsight", lambda self, samples: [each / 2 for each in samples])
+    _, result = measured(written, {"pread": Pread()})
+    assert result.ceilings == [5.0] * 3
+
+
 @pytest.mark.parametrize("cold", [True, False])
 def test_files_are_cold_or_warm_when_they_are_opened(
     written: files.BenchFiles, monkeypatch: pytest.MonkeyPatch, cold: bool

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import record_rows
 from conftest import ROOT
-from record_rows import CPU, H200, REFERENCE, row, unmeasured, write
+from record_rows import CPU, H200, row, unmeasured, write
 from rich.console import Console
 
 from bench import record, report_md, results, sweeps, table
@@ -291,24 +291,6 @@ def test_a_report_of_real_records(tmp_path: Path) -> None:
     assert "[green]" not in text
     titles = {title for table in tables(text) for title in table[0]}
     assert {"overhead %", "95 % CI", "± MAD", "% of ceiling", "n", "predicted", "diff %"} <= titles
-
-
-def test_ways_are_told_once_each_and_ios_where_they_are_all_the_same(tmp_path: Path) -> None:
-    every = results.read(REFERENCE)
-    shifted = [each for each in every if each.scenario == "alignment"]
-    text = made(tmp_path, shifted, plots=False)
-    assert "- `storage_cpu`:\n  - O_DIRECT, pread x16 native threads" in text
-    assert "\n  - page cache, since O_DIRECT refuses 1048576 bytes at offset 1" in text
-    assert "- `engine_staged`: O_DIRECT" in text
-    threads = [each for each in every if each.loader == "storage_cpu" and each.config["scenario"]["depth"] == [1]]
-    threads = [each for each in threads if each.config["scenario"]["ops"] == ["randread"]]
-    assert len({each.route for each in threads}) > 3
-    assert "- `storage_cpu`: O_DIRECT, pread xN native threads" in made(tmp_path, threads, plots=False)
-    known = {each.knob: sweep._what(each) for each in sweeps.find(every)}
-    assert known["scenario.threads"] == "random_io, randread of 4 KiB"
-    assert known["scenario.io_bytes"] == "transfer_sizes"
-    assert "at most 256 MiB a sample" in results.part(shifted[0])
-    assert results.ios(results.read(H200 / "pipeline.jsonl")[0]) == ""
 
 
 def test_a_record_file_in_the_same_folder_is_linked(tmp_path: Path) -> None:
