@@ -175,6 +175,13 @@ def test_the_ring_of_paced_reads_is_bounded_too(path: Path) -> None:
     assert counted["staging_slots"] > 1
 
 
+@pytest.mark.parametrize("slot_bytes", [4096, 65536 + 2048])
+def test_a_lane_has_slots_of_whole_pages_and_not_too_small(slot_bytes: int) -> None:
+    lane = _native.Lane("pread", direct=True, threads=1, depth=1, read_bytes=4096, slot_bytes=slot_bytes)
+    with pytest.raises(gdsstream.ConfigError, match=f"a slot has {slot_bytes} bytes"):
+        _native.Engine(device=-1, slot_bytes=MIB, staging_bytes=MIB, numa_node=-1, cpus=[], lanes=[lane])
+
+
 def test_a_depth_that_was_asked_for_is_kept_with_tasks_of_a_slot_each(path: Path) -> None:
     got, counted = read(path, faults="delay_us=4000", io_depth=256)
     assert got == path.read_bytes()

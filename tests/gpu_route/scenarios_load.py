@@ -14,6 +14,7 @@ from gpu_route.stand_in import StandIn
 from support import Raw, assert_same, need_direct, need_uring, random_raw, reference, write_checkpoint
 
 import gdsstream
+from gdsstream import storage
 from gdsstream.checkpoint import Checkpoint
 from gdsstream.config import StreamConfig
 from gdsstream.load import shared_engine
@@ -53,6 +54,21 @@ def staged_through_four_slots(fake: StandIn, folder: Path) -> None:
     config = StreamConfig(chunk_size=SLOT, staging_bytes=4 * SLOT, num_threads=4, direct_io=False)
     check_loads(fake, model(folder), config, "page cache by pread")
     assert fake.count("registered_bytes") == 4 * SLOT
+
+
+@scenario(delays_us=(0, 2000))
+def staged_through_the_ring_of_paced_reads(fake: StandIn, folder: Path) -> None:
+    need_uring()
+    need_direct(folder)
+    storage.single_queue_requests = lambda: 256
+    config = StreamConfig(direct_io=True, staging_bytes=4 * MIB, num_threads=2)
+    check_loads(fake, model(folder, mib=20), config, "of depth 128, paced")
+    # Two slots of 1.5 MiB in one segment, and nothing of the other ring.
+    engine = shared_engine(torch.device("cuda:0"), config)
+    assert engine.stats()["staging_bytes"] == 3 * MIB
+    assert fake.count("registrations") == 1
+    gdsstream.release_engines()
+    assert fake.count("registrations") == 0, "a closed engine that somebody holds has no memory"
 
 
 @scenario()
