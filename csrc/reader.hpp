@@ -43,6 +43,8 @@ class Reader {
     virtual std::size_t depth() const = 0;
     // What throws is not under way.
     virtual void start(ReadOp& op) = 0;
+    // Lets the system begin with what was started; collect() does it, too. Never throws or waits.
+    virtual void submit() {}
     // Appends finished reads; waits for at least one if any is under way. Never throws: a reader that breaks down
     // reports what it had under way as failed, and `finished` has room for depth() reads.
     virtual void collect(std::vector<ReadOp*>& finished) = 0;

@@ -36,6 +36,8 @@ class FaultyReader : public Reader {
         inner_->start(op);
     }
 
+    void submit() override { inner_->submit(); }
+
     void collect(std::vector<ReadOp*>& finished) override {
         const std::size_t before = finished.size();
         inner_->collect(finished);

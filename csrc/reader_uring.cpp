@@ -38,6 +38,14 @@ class UringReader : public Reader {
         queue(op, fd, buffer);
     }
 
+    void submit() override {
+        try {
+            if (uring_ != nullptr) uring_->submit();
+        } catch (const std::exception&) {
+            // What is queued stays so, and collect() meets the same and reports it.
+        }
+    }
+
     void collect(std::vector<ReadOp*>& finished) override {
         if (under_way_.empty()) return;
         const std::size_t before = finished.size();

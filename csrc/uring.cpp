@@ -143,9 +143,15 @@ void Uring::queue_read(int fd, void* data, std::uint32_t bytes, std::uint64_t of
     ++queued_;
 }
 
-void Uring::submit_and_wait(unsigned completions) {
+void Uring::submit() {
+    if (queued_ > 0) enter_for(0, 0);
+}
+
+void Uring::submit_and_wait(unsigned completions) { enter_for(completions, IORING_ENTER_GETEVENTS); }
+
+void Uring::enter_for(unsigned completions, unsigned flags) {
     for (;;) {
-        const int taken = enter(fd_.get(), queued_, completions, IORING_ENTER_GETEVENTS);
+        const int taken = enter(fd_.get(), queued_, completions, flags);
         if (taken >= 0) {
             queued_ -= static_cast<unsigned>(taken);
             return;

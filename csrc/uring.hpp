@@ -25,6 +25,8 @@ class Uring {
     // Hands queued reads to the kernel and sleeps until at least `completions` of those under way have completed.
     // Throws Error(read).
     void submit_and_wait(unsigned completions);
+    // The same without waiting for any.
+    void submit();
     struct Completion {
         std::uint64_t tag;
         std::int32_t result;
@@ -38,6 +40,7 @@ class Uring {
 
   private:
     void map_rings(const io_uring_params& params);
+    void enter_for(unsigned completions, unsigned flags);
 
     FileDescriptor fd_;
     unsigned entries_ = 0;

@@ -58,25 +58,31 @@ void Worker::run() {
     run_on(shared_.cpus);
     set_up();
     for (;;) {
-        top_up();
+        top_up(true);
         if (reads_under_way_ == 0) return;
         collect();
+        // The disk goes on with the next reads while what arrived is copied.
+        if (!one_by_one_) top_up(false);
+        deliver();
     }
 }
 
-void Worker::top_up() {
+void Worker::top_up(bool may_wait) {
     for (;;) {
         const bool idle = reads_under_way_ == 0;
-        if (!idle && (reader_->room() == 0 || bytes_under_way_ >= most_under_way())) return;
+        if (!idle && (reader_->room() == 0 || bytes_under_way_ >= most_under_way())) break;
         // What stopped the set-up (no descriptor left, say) may be over by now; and claiming already needs the context.
         if (part_.empty() && broken_.has_value()) set_up();
         if (part_.empty()) {
-            if (!lane_.claim(part_, idle)) return;
+            if (!lane_.claim(part_, idle && may_wait)) break;
             if (timed() && !one_by_one_) now_ns_ = now_ns();
         }
-        if (idle && paced_) pace_.begin(now_ns_);
+        if (idle && may_wait && paced_) pace_.begin(now_ns_);
         start_next_read();
+        // It begins with one part while the next is claimed.
+        if (part_.empty() && reader_ != nullptr) reader_->submit();
     }
+    if (reader_ != nullptr) reader_->submit();
 }
 
 // A look at the clock takes 25 ns. Reads that are made at depth share one for all that arrive together.
@@ -151,11 +157,16 @@ void Worker::collect() {
     reader_->collect(arrived_);
     if (timed() && !one_by_one_) now_ns_ = now_ns();
     if (paced_) note_pace();
-    for (ReadOp* op : arrived_) {
-        Work& work = *op->owner;
-        --reads_under_way_;
+    reads_under_way_ -= arrived_.size();
+    for (const ReadOp* op : arrived_) {
         bytes_under_way_ -= op->bytes;
         note_end(*op);
+    }
+}
+
+void Worker::deliver() {
+    for (ReadOp* op : arrived_) {
+        Work& work = *op->owner;
         if (op->failed()) {
             work.failed = true;
             try {

@@ -23,9 +23,10 @@ class Worker {
 
   private:
     void set_up();
-    void top_up();
+    void top_up(bool may_wait);
     void start_next_read();
     void collect();
+    void deliver();
     void note_start(ReadOp& op);
     void note_end(const ReadOp& op);
     void note_pace();

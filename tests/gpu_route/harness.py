@@ -129,6 +129,7 @@ class Bare:
         reader: str = "pread",
         slots: int = 4,
         threads: int = 2,
+        depth: int = 1,
         faults: str = "",
     ) -> None:
         self.engine = _native.Engine(
@@ -137,7 +138,7 @@ class Bare:
             staging_bytes=slots * SLOT,
             numa_node=-1,
             cpus=[],
-            lanes=[_native.Lane(reader, direct=False, threads=threads, depth=1, read_bytes=SLOT, faults=faults)],
+            lanes=[_native.Lane(reader, direct=False, threads=threads, depth=depth, read_bytes=SLOT, faults=faults)],
         )
         self.file = _native.File(str(path), tuple(FileStamp.of(path)))
         if reader == "mapped":

@@ -15,7 +15,7 @@ from gpu_route.harness import MIB, SLOT, Bare, scenario, until, write_random
 from gpu_route.plans import read_whole, small_engine
 from gpu_route.scenarios_load import ONE_SLOT, check_loads, model
 from gpu_route.stand_in import ILLEGAL_ADDRESS, OUT_OF_MEMORY, UNKNOWN, StandIn
-from support import as_bytes, reference
+from support import as_bytes, need_uring, reference
 
 import gdsstream
 from gdsstream.config import StreamConfig
@@ -217,6 +217,24 @@ def waiting_for_a_slot_fails_under_its_copies(fake: StandIn, folder: Path) -> No
     fake.drain()
     assert torch.equal(outs[0], data[: SLOT // 2])
     assert torch.equal(outs[2], data[2 * SLOT : 2 * SLOT + SLOT // 2])
+    bare.close()
+
+
+@scenario()
+def the_next_reads_begin_before_what_arrived_is_copied(fake: StandIn, folder: Path) -> None:
+    need_uring()
+    data = write_random(folder / "data", 4 * SLOT)
+    # The third read is the next one when one of the first two has arrived, and what it fails with skips their copies.
+    bare = Bare(folder / "data", reader="io_uring", slots=4, threads=1, depth=2, faults="nomem@3")
+    out = torch.zeros(4 * SLOT, dtype=torch.uint8)
+    before = fake.count("copies")
+    with pytest.raises(gdsstream.GdsStreamError, match="memory"):
+        bare.read(out).wait(-1, 10)
+    fake.drain()
+    assert fake.count("copies") == before
+    assert bare.read(out).wait(-1, 10)
+    fake.drain()
+    assert torch.equal(out, data)
     bare.close()
 
 
