@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_paced_reads_go_through_small_slots_of_a_ring_of_their_own(path: Path) -> None:
     got, counted = read(path, faults="delay_us=4000")
     assert got == path.read_bytes()
-    # 1.5 MiB each, of 40 MiB and some bytes, and of 24.
-    assert counted["tasks"] == 27 + 16
-    assert counted["staging_slots"] == 21
-    assert counted["staging_bytes"] == 21 * 3 * MIB // 2
+    # Half a MiB each, of 40 MiB and some bytes, and of 24.
+    assert counted["tasks"] == 81 + 48
+    assert counted["staging_slots"] == 64
+    assert counted["staging_bytes"] == 32 * MIB
     assert counted["staging_slots_held"] == 0
     # The second group begins within a block, which both of them read.
     assert counted["read_bytes"] == 64 * MIB + 4096
@@ -198,19 +199,21 @@ def test_other_disks_are_read_as_deep_as_before(path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("requests", "knobs", "says"),
     [
+        (256, {}, "x2 of depth 128, paced"),
         (256, {"direct_threads": 4}, "x4 of depth 64, paced"),
         (256, {"direct_threads": 3}, "x3 of depth 85, paced"),
         (256, {"direct_threads": 1}, "x1 of depth 256, paced"),
         (1024, {"direct_threads": 1}, "x1 of depth 256, paced"),
         (2, {"direct_threads": 4}, "x4 of depth 1, paced"),
         (256, {"direct_threads": 4, "io_depth": 100}, "x4 of depth 100"),
-        (0, {"direct_threads": 4}, "x4 of depth 256"),
+        (0, {}, "x4 of depth 256"),
     ],
 )
 def test_no_more_is_under_way_than_the_queue_takes(
     path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, knobs: dict[str, Any], says: str
 ) -> None:
     monkeypatch.setattr(storage, "single_queue_requests", lambda: requests)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     plan = make_plan([(0, 0, MIB, 0, 0, 0)], (MIB,))
     out = torch.zeros(MIB, dtype=torch.uint8)
     with gdsstream.open_engine("staged", device="cpu", direct_io=True, **knobs) as engine:

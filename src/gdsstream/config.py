@@ -56,7 +56,7 @@ class StreamConfig:
             virtual ones with a single queue no more than that takes, and than the disk brings in a millisecond.
         num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 12.
         direct_threads: reader threads of the O_DIRECT path. Default: num_threads where that is given, else 4 of
-            io_uring, or 32 where it is forbidden.
+            io_uring (2 where its reads are held back, see io_depth), or 32 where it is forbidden.
         staging_bytes: the most pinned memory that the staging ring may grow to. Default 96 MiB. Reads with O_DIRECT
             that are held back (see io_depth) go through another ring, of that or 32 MiB, whichever is less.
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.

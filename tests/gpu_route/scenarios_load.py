@@ -63,9 +63,10 @@ def staged_through_the_ring_of_paced_reads(fake: StandIn, folder: Path) -> None:
     storage.single_queue_requests = lambda: 256
     config = StreamConfig(direct_io=True, staging_bytes=4 * MIB, num_threads=2)
     check_loads(fake, model(folder, mib=20), config, "of depth 128, paced")
-    # Two slots of 1.5 MiB in one segment, and nothing of the other ring.
+    # Eight slots of half a MiB in one segment, and nothing of the other ring.
     engine = shared_engine(torch.device("cuda:0"), config)
-    assert engine.stats()["staging_bytes"] == 3 * MIB
+    assert engine.stats()["staging_slots"] == 8
+    assert engine.stats()["staging_bytes"] == 4 * MIB
     assert fake.count("registrations") == 1
     gdsstream.release_engines()
     assert fake.count("registrations") == 0, "a closed engine that somebody holds has no memory"

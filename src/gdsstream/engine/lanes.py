@@ -21,12 +21,13 @@ _DIRECT_PREAD_THREADS = 32
 # Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
 _DIRECT_READ_BYTES = 512 << 10
 
-# Under way at a single-queue disk before its rate is known, and at a slow one always: it was slower with 8 MiB, which
-# left the caches, and with 4.
-_PACED_BYTES = 6 << 20
-# Of a slot that such reads go through. It is not free until the last of its reads has come and its copy is over: those
-# under way, which are half done on average, need twice as many slots as their bytes fill, and some are being copied.
-_PACED_SLOT_BYTES = _PACED_BYTES // 4
+# Two threads keep a single-queue disk busy, and with four there was more under way.
+_PACED_THREADS = 2
+# Under way at such a disk before its rate is known, and at a slow one always. It was slower with 6 MiB and more, which
+# left the caches, and with 2 it ran out of reads.
+_PACED_BYTES = 3 << 20
+# Of a slot that such reads go through: one read, so that a slot waits for no other.
+_PACED_SLOT_BYTES = _DIRECT_READ_BYTES
 _PACED_RING_BYTES = 32 << 20
 
 PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
@@ -47,11 +48,11 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
         say_once(log, f"reads with O_DIRECT use threads instead of io_uring: {reason}")
     buffered = "io_uring" if config.reader == "io_uring" else "pread"
     direct = "pread" if reason else "io_uring"
-    asked = config.direct_threads or config.num_threads
-    direct_threads = asked or (_DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _URING_THREADS))
-    depth = direct_depth = config.io_depth or _AUTO_DEPTH
     # A depth that was asked for is kept.
     requests = storage.single_queue_requests() if direct == "io_uring" and config.io_depth is None else 0
+    most = _DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _PACED_THREADS if requests else _URING_THREADS)
+    direct_threads = config.direct_threads or config.num_threads or most
+    depth = direct_depth = config.io_depth or _AUTO_DEPTH
     if requests:
         # What its queue does not take waits for others' reads to end, each thread for some of its own.
         direct_depth = min(depth, max(1, requests // direct_threads))
