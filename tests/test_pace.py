@@ -199,17 +199,18 @@ def test_other_disks_are_read_as_deep_as_before(path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("requests", "knobs", "says"),
     [
-        (256, {}, "x2 of depth 128, paced"),
-        (256, {"direct_threads": 4}, "x4 of depth 64, paced"),
-        (256, {"direct_threads": 3}, "x3 of depth 85, paced"),
+        (256, {}, "x2 of depth 256, paced"),
+        (128, {}, "x2 of depth 128, paced"),
+        (256, {"direct_threads": 4}, "x4 of depth 128, paced"),
+        (256, {"direct_threads": 3}, "x3 of depth 170, paced"),
         (256, {"direct_threads": 1}, "x1 of depth 256, paced"),
         (1024, {"direct_threads": 1}, "x1 of depth 256, paced"),
-        (2, {"direct_threads": 4}, "x4 of depth 1, paced"),
+        (1, {"direct_threads": 4}, "x4 of depth 1, paced"),
         (256, {"direct_threads": 4, "io_depth": 100}, "x4 of depth 100"),
         (0, {}, "x4 of depth 256"),
     ],
 )
-def test_no_more_is_under_way_than_the_queue_takes(
+def test_no_more_is_under_way_than_twice_what_the_queue_takes(
     path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, knobs: dict[str, Any], says: str
 ) -> None:
     monkeypatch.setattr(storage, "single_queue_requests", lambda: requests)

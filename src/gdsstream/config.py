@@ -52,8 +52,8 @@ class StreamConfig:
             files on a disk that are mostly not in the page cache.
         chunk_size: the most bytes that one read takes. A multiple of 4096, at least 64 KiB. Default 2 MiB; 8 MiB for
             "cufile", whose task size it is.
-        io_depth: reads that each io_uring thread keeps under way, within 16 MiB. Default 256, and where all disks are
-            virtual ones with a single queue no more than that takes, and than the disk brings in a millisecond.
+        io_depth: reads that each io_uring thread keeps under way, within 16 MiB. Default 256; where all disks are
+            virtual ones with a single queue, at most twice what that takes, and what the disk brings in a millisecond.
         num_threads: reader threads of the page-cache path. Default: one for each usable core, at most 12.
         direct_threads: reader threads of the O_DIRECT path. Default: num_threads where that is given, else 4 of
             io_uring (2 where its reads are held back, see io_depth), or 32 where it is forbidden.

@@ -62,7 +62,7 @@ def staged_through_the_ring_of_paced_reads(fake: StandIn, folder: Path) -> None:
     need_direct(folder)
     storage.single_queue_requests = lambda: 256
     config = StreamConfig(direct_io=True, staging_bytes=4 * MIB, num_threads=2)
-    check_loads(fake, model(folder, mib=20), config, "of depth 128, paced")
+    check_loads(fake, model(folder, mib=20), config, "of depth 256, paced")
     # Eight slots of half a MiB in one segment, and nothing of the other ring.
     engine = shared_engine(torch.device("cuda:0"), config)
     assert engine.stats()["staging_slots"] == 8

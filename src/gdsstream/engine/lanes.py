@@ -54,8 +54,8 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
     direct_threads = config.direct_threads or config.num_threads or most
     depth = direct_depth = config.io_depth or _AUTO_DEPTH
     if requests:
-        # What its queue does not take waits for others' reads to end, each thread for some of its own.
-        direct_depth = min(depth, max(1, requests // direct_threads))
+        # As many as its queue takes and again as many, which are there as soon as it takes more.
+        direct_depth = min(depth, max(1, 2 * requests // direct_threads))
     lanes = [
         _native.Lane(
             buffered,
