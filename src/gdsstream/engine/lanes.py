@@ -21,10 +21,10 @@ _DIRECT_PREAD_THREADS = 32
 # Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
 _DIRECT_READ_BYTES = 512 << 10
 
-# Two threads keep a single-queue disk busy, and with four there was more under way.
+# Enough for a single-queue disk, and each has the least of a pace under way.
 _PACED_THREADS = 2
-# Under way at such a disk before its rate is known, and at a slow one always. It was slower with 6 MiB and more, which
-# left the caches, and with 2 it ran out of reads.
+# Under way at such a disk before its rate is known, and at a slow one always. It was slower with 6 MiB, which left the
+# caches; 2 and 4 were no faster.
 _PACED_BYTES = 3 << 20
 # Of a slot that such reads go through: one read, so that a slot waits for no other.
 _PACED_SLOT_BYTES = _DIRECT_READ_BYTES
