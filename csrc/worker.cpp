@@ -61,7 +61,7 @@ void Worker::run() {
         top_up(true);
         if (reads_under_way_ == 0) return;
         collect();
-        // The disk goes on with the next reads while what arrived is copied.
+        // The disk goes on with the next reads while what arrived is copied; behind failures there are none.
         if (!one_by_one_) top_up(false);
         deliver();
     }
@@ -157,16 +157,11 @@ void Worker::collect() {
     reader_->collect(arrived_);
     if (timed() && !one_by_one_) now_ns_ = now_ns();
     if (paced_) note_pace();
-    reads_under_way_ -= arrived_.size();
     for (const ReadOp* op : arrived_) {
+        Work& work = *op->owner;
+        --reads_under_way_;
         bytes_under_way_ -= op->bytes;
         note_end(*op);
-    }
-}
-
-void Worker::deliver() {
-    for (ReadOp* op : arrived_) {
-        Work& work = *op->owner;
         if (op->failed()) {
             work.failed = true;
             try {
@@ -176,8 +171,11 @@ void Worker::deliver() {
                 work.transfer->fail(as_error(error));
             }
         }
-        finish_reads(work, 1, shared_);
     }
+}
+
+void Worker::deliver() {
+    for (const ReadOp* op : arrived_) finish_reads(*op->owner, 1, shared_);
 }
 
 }  // namespace gdsstream

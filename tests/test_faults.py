@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fault_support import CHUNK, MIB, NBYTES, READERS, WHOLE, buffers_for, drained, plan_of, read_all, write_data
-from support import random_bytes, source_of, write_checkpoint
+from support import need_reader, random_bytes, source_of, write_checkpoint
 
 import gdsstream
 from gdsstream.checkpoint import Checkpoint
@@ -41,6 +42,16 @@ def check_place(message: str, path: Path) -> int:
     assert 0 < wanted <= CHUNK
     assert 0 < offset <= NBYTES - wanted
     return wanted
+
+
+def rings() -> set[int]:
+    """Descriptors of this process's io_urings."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own is gone
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[io_uring]":
+                found.add(int(name))
+    return found
 
 
 # --- reads that fail --------------------------------------------------------------------------------------------------
@@ -94,6 +105,21 @@ def test_the_last_odd_bytes_are_wanted_exactly(path: Path, reader: dict[str, Any
     engine.submit([source_of(path)], plan, buffers).wait()
     data = path.read_bytes()
     assert [buffer.numpy().tobytes() for buffer in buffers] == [data[-3:], data[-4096:], data[1:4098]]
+
+
+def test_an_io_uring_that_breaks_down_fails_what_it_has_and_what_comes(path: Path, opened: Callable[..., Engine]):
+    need_reader(READERS["io_uring"], path.parent)
+    before = rings()
+    engine = opened(**READERS["io_uring"])
+    assert read_all(engine, path) == path.read_bytes()
+    (ring,) = rings() - before
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), ring)
+    with pytest.raises(ReadError, match=re.escape(os.strerror(errno.EOPNOTSUPP))):
+        read_all(engine, path)
+    with pytest.raises(GdsStreamError, match="io_uring broke down earlier"):
+        read_all(engine, path)
+    assert drained(engine)["quarantined"] == 0
 
 
 @pytest.mark.parametrize("extent", [(NBYTES - 4, 5), (NBYTES + 1, 1), (0, NBYTES + 1), (2**62, 8)])

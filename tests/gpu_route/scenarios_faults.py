@@ -239,6 +239,19 @@ def the_next_reads_begin_before_what_arrived_is_copied(fake: StandIn, folder: Pa
 
 
 @scenario()
+def who_reads_one_by_one_copies_before_the_next(fake: StandIn, folder: Path) -> None:
+    write_random(folder / "data", 4 * SLOT)
+    bare = Bare(folder / "data", slots=4, threads=1, faults="nomem@2")
+    out = torch.zeros(4 * SLOT, dtype=torch.uint8)
+    before = fake.count("copies")
+    with pytest.raises(gdsstream.GdsStreamError, match="memory"):
+        bare.read(out).wait(-1, 10)
+    fake.drain()
+    assert fake.count("copies") == before + 1
+    bare.close()
+
+
+@scenario()
 def a_slot_that_cannot_be_asked_for_hides_no_free_one(fake: StandIn, folder: Path) -> None:
     data = write_random(folder / "data", 2 * SLOT)
     bare = Bare(folder / "data", slots=2, threads=1)
