@@ -26,7 +26,7 @@ _PACED_THREADS = 2
 # Under way at such a disk before its rate is known, and at a slow one always. It was slower with 6 MiB, which left the
 # caches; 2 and 4 were no faster.
 _PACED_BYTES = 3 << 20
-# Of a slot that such reads go through: one read, so that a slot waits for no other.
+# Of a slot that such reads go through: the most of one read, so that a large one waits for no other.
 _PACED_SLOT_BYTES = _DIRECT_READ_BYTES
 _PACED_RING_BYTES = 32 << 20
 
@@ -50,8 +50,8 @@ def make_lanes(config: StreamConfig, ledgers: Sequence[_native.Ledger | None]) -
     direct = "pread" if reason else "io_uring"
     # A depth that was asked for is kept.
     requests = storage.single_queue_requests() if direct == "io_uring" and config.io_depth is None else 0
-    most = _DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _PACED_THREADS if requests else _URING_THREADS)
-    direct_threads = config.direct_threads or config.num_threads or most
+    usual = _DIRECT_PREAD_THREADS if direct == "pread" else min(cores, _PACED_THREADS if requests else _URING_THREADS)
+    direct_threads = config.direct_threads or config.num_threads or usual
     depth = direct_depth = config.io_depth or _AUTO_DEPTH
     if requests:
         # As many as its queue takes and again as many, which are there as soon as it takes more.
