@@ -159,10 +159,11 @@ TimedIos::TimedIos(const TimedIosConfig& config) : config_(config) {
 TimedIos::~TimedIos() { close(); }
 
 void TimedIos::close() {
-    stop_ = true;
     {
+        // Together: who waits must not find threads that stopped, and no close.
         const std::lock_guard<std::mutex> lock(mutex_);
         closing_ = true;
+        stop_ = true;
     }
     begun_.notify_all();
     for (std::thread& thread : threads_) thread.join();
