@@ -193,10 +193,11 @@ NB_MODULE(_native, m) {
 
     nb::class_<File>(m, "File", nb::is_weak_referenceable())
         .def(nb::new_([](std::string path,
-                         std::tuple<std::uint64_t, std::uint64_t, std::int64_t, std::int64_t, std::int64_t> stamp) {
-                 return std::make_shared<File>(std::move(path), to_stamp(stamp));
+                         std::tuple<std::uint64_t, std::uint64_t, std::int64_t, std::int64_t, std::int64_t> stamp,
+                         int interrupt_cpu) {
+                 return std::make_shared<File>(std::move(path), to_stamp(stamp), interrupt_cpu);
              }),
-             nb::arg("path"), nb::arg("stamp"))
+             nb::arg("path"), nb::arg("stamp"), nb::arg("interrupt_cpu") = -1)
         .def_prop_ro("path", &File::path)
         .def_prop_ro("nbytes", &File::size)
         .def("resident_fraction", &File::resident_fraction, Release(),
@@ -246,19 +247,21 @@ NB_MODULE(_native, m) {
     nb::class_<LaneConfig>(m, "Lane").def(
         "__init__",
         [](LaneConfig* self, const std::string& reader, bool direct, unsigned threads, unsigned depth,
-           std::uint64_t read_bytes, bool fixed_buffers, std::uint64_t paced_bytes, std::uint64_t slot_bytes,
-           std::uint64_t staging_bytes, std::string faults, std::shared_ptr<Ledger> ledger) {
-            new (self) LaneConfig{to_reader(reader), direct,      threads,    depth,         read_bytes,
-                                  fixed_buffers,     paced_bytes, slot_bytes, staging_bytes, std::move(faults),
-                                  std::move(ledger)};
+           std::uint64_t read_bytes, bool fixed_buffers, std::uint64_t paced_bytes, std::uint64_t near_interrupts_bytes,
+           std::uint64_t slot_bytes, std::uint64_t staging_bytes, std::string faults, std::shared_ptr<Ledger> ledger) {
+            new (self) LaneConfig{to_reader(reader), direct,        threads,           depth,
+                                  read_bytes,        fixed_buffers, paced_bytes,       near_interrupts_bytes,
+                                  slot_bytes,        staging_bytes, std::move(faults), std::move(ledger)};
         },
         nb::arg("reader"), nb::kw_only(), nb::arg("direct"), nb::arg("threads"), nb::arg("depth"),
-        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("paced_bytes") = 0, nb::arg("slot_bytes") = 0,
-        nb::arg("staging_bytes") = 0, nb::arg("faults") = "", nb::arg("ledger") = nb::none());
+        nb::arg("read_bytes"), nb::arg("fixed_buffers") = false, nb::arg("paced_bytes") = 0,
+        nb::arg("near_interrupts_bytes") = 0, nb::arg("slot_bytes") = 0, nb::arg("staging_bytes") = 0,
+        nb::arg("faults") = "", nb::arg("ledger") = nb::none());
 
     nb::class_<Pace>(m, "Pace")
         .def(nb::init<unsigned, std::uint64_t>(), nb::arg("threads"), nb::arg("least_bytes"))
         .def_prop_ro("limit_bytes", &Pace::limit_bytes)
+        .def_prop_ro("mean_read_bytes", &Pace::mean_read_bytes)
         .def("begin", &Pace::begin, nb::arg("now_ns"))
         .def("arrived", &Pace::arrived, nb::arg("reads"), nb::arg("nbytes"), nb::arg("quickest_ns"), nb::arg("now_ns"));
 

@@ -58,7 +58,8 @@ std::string difference(const Stamp& was, const Stamp& now) {
 
 }  // namespace
 
-File::File(std::string path, const Stamp& expected) : path_(std::move(path)), stamp_(expected) {
+File::File(std::string path, const Stamp& expected, int interrupt_cpu)
+    : path_(std::move(path)), stamp_(expected), interrupt_cpu_(interrupt_cpu) {
     buffered_ = open_file(path_, 0);
     check_unchanged("opened");
 }

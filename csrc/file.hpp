@@ -31,9 +31,11 @@ struct Stamp {
 class File : public std::enable_shared_from_this<File> {
   public:
     // Opens `path` and compares it with `expected`. Throws Error(read) or Error(changed).
-    File(std::string path, const Stamp& expected);
+    File(std::string path, const Stamp& expected, int interrupt_cpu = -1);
 
     const std::string& path() const { return path_; }
+    // The CPU that takes the interrupts of its disk; < 0: unknown.
+    int interrupt_cpu() const { return interrupt_cpu_; }
     std::uint64_t size() const { return static_cast<std::uint64_t>(stamp_.size); }
 
     int descriptor() const { return buffered_.get(); }
@@ -64,6 +66,7 @@ class File : public std::enable_shared_from_this<File> {
 
     std::string path_;
     Stamp stamp_;
+    const int interrupt_cpu_;
     FileDescriptor buffered_;
     std::mutex mutex_;
     FileDescriptor direct_;

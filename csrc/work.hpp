@@ -29,7 +29,9 @@ struct LaneConfig {
     std::uint64_t read_bytes = 0;  // the most that one read takes
     bool fixed_buffers = false;
     std::uint64_t paced_bytes = 0;  // the least of a pace (pace.hpp), for readers that keep many under way; 0: none
-    std::uint64_t slot_bytes = 0;   // of a staging ring of its own; 0: the engine's, and no more of this
+    // Paced reads of as much on average, or more, are made on the CPU that takes their disk's interrupts; 0: none are.
+    std::uint64_t near_interrupts_bytes = 0;
+    std::uint64_t slot_bytes = 0;  // of a staging ring of its own; 0: the engine's, and no more of this
     std::uint64_t staging_bytes = 0;
     std::string faults;              // see with_faults()
     std::shared_ptr<Ledger> ledger;  // what the lane reads is counted there; null: not at all

@@ -1,7 +1,6 @@
 #include "worker.hpp"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <utility>
@@ -13,15 +12,6 @@ namespace {
 // Of smaller reads, which a thread makes one by one in a microsecond or so, every sixteenth is timed.
 constexpr std::uint64_t kAlwaysTimedBytes = 64 << 10;
 constexpr std::uint64_t kTimedShare = 16;
-
-void run_on(const std::vector<int>& cpus) {
-    if (cpus.empty()) return;
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    for (const int cpu : cpus) CPU_SET(static_cast<unsigned>(cpu), &set);
-    // A preference: in a container whose cpuset excludes the node, the thread stays where it may run.
-    ::pthread_setaffinity_np(::pthread_self(), sizeof set, &set);
-}
 
 }  // namespace
 
@@ -55,7 +45,7 @@ void Worker::set_up() {
 
 void Worker::run() {
     ::pthread_setname_np(::pthread_self(), "gdsstream");
-    run_on(shared_.cpus);
+    placement_.begin(shared_.cpus);
     set_up();
     for (;;) {
         top_up(true);
@@ -114,6 +104,9 @@ void Worker::note_pace() {
         quickest_ns = std::min(quickest_ns, now_ns_ - op->started_ns);
     }
     pace_.arrived(arrived_.size(), bytes, quickest_ns, now_ns_);
+    const std::uint64_t near_bytes = lane_.config().near_interrupts_bytes;
+    if (near_bytes == 0 || arrived_.empty() || pace_.mean_read_bytes() == 0) return;
+    placement_.follow(pace_.mean_read_bytes() >= near_bytes ? arrived_.back()->file->interrupt_cpu() : -1);
 }
 
 // More than the most fills a disk's queue with large reads, and slots with bytes that wait.

@@ -9,6 +9,7 @@
 
 #include "lane.hpp"
 #include "pace.hpp"
+#include "placement.hpp"
 
 namespace gdsstream {
 
@@ -42,6 +43,7 @@ class Worker {
     std::uint64_t bytes_under_way_ = 0;
     const bool paced_;
     Pace pace_;
+    Placement placement_;
     std::vector<ReadOp*> arrived_;
     Tally* tally_ = nullptr;  // where this thread counts, if anybody wants to know
     bool one_by_one_ = false;

@@ -13,7 +13,7 @@ import torch
 from support import make_plan, need_reader, random_bytes, source_of
 
 import gdsstream
-from gdsstream import _native, storage
+from gdsstream import _native, virtual_disks
 
 MIB = 1 << 20
 READ_BYTES = 512 << 10
@@ -107,13 +107,15 @@ def test_a_single_read_or_an_instant_says_nothing() -> None:
     pace.begin(0)
     pace.arrived(100, 1 << 30, 10, 10**5)
     assert pace.limit_bytes == LEAST_BYTES  # a tenth of a millisecond
+    assert pace.mean_read_bytes == 0
     pace.arrived(100, 1 << 30, 10, 2 * 10**6)
     assert pace.limit_bytes == 16 * MIB
+    assert pace.mean_read_bytes == (1 << 30) // 100  # of all 200
+    pace.arrived(8, 8 * 4096, 10, 4 * 10**6)
+    assert pace.mean_read_bytes == 4096
 
 
 # ---- an engine that keeps to it
-
-SINGLE_QUEUE_REQUESTS = storage.single_queue_requests
 
 
 def read(path: Path, **knobs: Any) -> tuple[bytes, dict[str, int]]:
@@ -131,7 +133,7 @@ def read(path: Path, **knobs: Any) -> tuple[bytes, dict[str, int]]:
 
 @pytest.fixture(autouse=True)
 def single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "single_queue_requests", lambda: 256)
+    monkeypatch.setattr(virtual_disks, "single_queue_requests", lambda: 256)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +192,7 @@ def test_a_depth_that_was_asked_for_is_kept_with_tasks_of_a_slot_each(path: Path
 
 
 def test_other_disks_are_read_as_deep_as_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "single_queue_requests", lambda: 0)
+    monkeypatch.setattr(virtual_disks, "single_queue_requests", lambda: 0)
     got, counted = read(path, faults="delay_us=4000")
     assert got == path.read_bytes()
     assert counted["tasks"] == 3 + 2
@@ -213,7 +215,7 @@ def test_other_disks_are_read_as_deep_as_before(path: Path, monkeypatch: pytest.
 def test_no_more_is_under_way_than_twice_what_the_queue_takes(
     path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, knobs: dict[str, Any], says: str
 ) -> None:
-    monkeypatch.setattr(storage, "single_queue_requests", lambda: requests)
+    monkeypatch.setattr(virtual_disks, "single_queue_requests", lambda: requests)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     plan = make_plan([(0, 0, MIB, 0, 0, 0)], (MIB,))
     out = torch.zeros(MIB, dtype=torch.uint8)
@@ -221,36 +223,3 @@ def test_no_more_is_under_way_than_twice_what_the_queue_takes(
         engine.submit([source_of(path)], plan, [out]).wait()
         assert engine.route == f"O_DIRECT by io_uring {says} -> CPU memory"
     assert out.numpy().tobytes() == path.read_bytes()[:MIB]
-
-
-@pytest.mark.parametrize(
-    ("disks", "expected"),
-    [
-        ({"vda": (1, "256\n")}, 256),
-        ({"vda": (1, "256\n"), "vdb": (1, "128\n"), "loop0": None}, 128),
-        ({"vda": (4, "256\n")}, 0),
-        ({"vda": (1, "256\n"), "nvme0n1": (8, "1023\n")}, 0),
-        ({"vda": (1, "")}, 0),
-        ({"sda": (1, "256\n")}, 0),
-        ({"loop0": None}, 0),
-        ({}, 0),
-    ],
-)
-def test_single_queue_disks_are_told_by_sysfs(
-    tmp_path: Path, disks: dict[str, tuple[int, str] | None], expected: int
-) -> None:
-    ask = SINGLE_QUEUE_REQUESTS
-    ask.cache_clear()
-    assert ask(str(tmp_path)) == 0  # no sysfs
-    (tmp_path / "block").mkdir()
-    for name, disk in disks.items():
-        folder = tmp_path / "block" / name
-        (folder / "queue").mkdir(parents=True)
-        if disk is not None:
-            (folder / "device").mkdir()
-            (folder / "queue" / "nr_requests").write_text(disk[1])
-            for number in range(disk[0]):
-                (folder / "mq" / str(number)).mkdir(parents=True)
-    ask.cache_clear()
-    assert ask(str(tmp_path)) == expected
-    ask.cache_clear()

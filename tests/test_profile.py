@@ -146,7 +146,7 @@ def test_threads_of_the_direct_lane_are_its_own():
     from gdsstream.engine.lanes import make_lanes
 
     def threads(**knobs: Any) -> list[str]:
-        _, names = make_lanes(StreamConfig(**knobs), [None] * 3)
+        _, names = make_lanes(StreamConfig(**knobs), [None] * 3, gpu=False)
         return [name.split(" x")[1].split(" ")[0] for name in names[:2]]
 
     built_in = threads()

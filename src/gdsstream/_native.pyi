@@ -55,8 +55,9 @@ def cut_for_tests(
 class File:
     """An open file with the stamp that it has to keep: (device, inode, size, mtime_ns, ctime_ns)."""
 
-    def __init__(self, path: str, stamp: tuple[int, int, int, int, int]) -> None:
-        """Opens it. ReadError, or FileChangedError where the stamp differs."""
+    def __init__(self, path: str, stamp: tuple[int, int, int, int, int], interrupt_cpu: int = -1) -> None:
+        """Opens it. ReadError, or FileChangedError where the stamp differs. `interrupt_cpu` takes the interrupts of its
+        disk; -1: unknown."""
 
     def resident_fraction(self) -> float:
         """The share of the file in the page cache, from windows spread over it; 1 for an empty file."""
@@ -138,8 +139,9 @@ class Activity:
 
 class Lane:
     """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread at most;
-    with `paced_bytes` of all threads as many as keep the disk busy, and no fewer bytes than that. With `slot_bytes` its
-    tasks have that, and slots of a ring of its own, of `staging_bytes` at most."""
+    with `paced_bytes` of all threads as many as keep the disk busy, and no fewer bytes than that; threads whose paced
+    reads have `near_interrupts_bytes` on average, or more, run on the CPU that takes the interrupts of the disk. With
+    `slot_bytes` its tasks have that, and slots of a ring of its own, of `staging_bytes` at most."""
 
     def __init__(
         self,
@@ -151,6 +153,7 @@ class Lane:
         read_bytes: int,
         fixed_buffers: bool = False,
         paced_bytes: int = 0,
+        near_interrupts_bytes: int = 0,
         slot_bytes: int = 0,
         staging_bytes: int = 0,
         faults: str = "",
@@ -164,6 +167,10 @@ class Pace:
     def __init__(self, threads: int, least_bytes: int) -> None: ...
     @property
     def limit_bytes(self) -> int: ...
+    @property
+    def mean_read_bytes(self) -> int:
+        """Of the reads that the limit was last found by; 0 before."""
+
     def begin(self, now_ns: int) -> None:
         """The thread has reads under way from now on, and had none before."""
 

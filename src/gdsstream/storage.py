@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,18 +154,11 @@ def residency(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None 
         raise ReadError(text, error.errno) from error
 
 
-@lru_cache(maxsize=1)
-def single_queue_requests(sysfs: str = "/sys") -> int:
-    """How many requests a disk of this machine takes at once, where every one is a virtio disk with a single queue: a
-    thread of the host copies what they bring, so that more under way adds nothing to their rate. The fewest of all; 0
-    where one is not, where there is none, or sysfs does not tell."""
-    try:
-        disks = [disk for disk in Path(sysfs, "block").iterdir() if (disk / "device").exists()]
-        if not all(disk.name.startswith("vd") and len(list((disk / "mq").iterdir())) == 1 for disk in disks):
-            return 0
-        return min((int((disk / "queue" / "nr_requests").read_text()) for disk in disks), default=0)
-    except (OSError, ValueError):
-        return 0
+def disks_of_device(number: int, *, sysfs: str = "/sys") -> list[Path]:
+    """The sysfs directories of the physical disks below a device number (an `st_dev`), each once; empty where sysfs
+    does not know it, as with network and overlay filesystems."""
+    block = _find_block(f"{os.major(number)}:{os.minor(number)}", None, Path(sysfs))
+    return list(dict.fromkeys(_disk(leaf) for leaf in _leaves(block))) if block else []
 
 
 def _native() -> Any:
@@ -364,6 +356,7 @@ __all__ = [
     "StorageInfo",
     "describe",
     "describe_recorded",
+    "disks_of_device",
     "find_mount",
     "read_mounts",
     "residency",

@@ -45,6 +45,7 @@ MODULES = (
     "scenarios_lifetime",
     "scenarios_windows",
     "scenarios_loader",
+    "scenarios_placement",
     "scenarios_stats",
     "scenarios_allocations",
     "scenarios_timed_ios",

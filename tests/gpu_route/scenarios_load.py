@@ -14,7 +14,7 @@ from gpu_route.stand_in import StandIn
 from support import Raw, assert_same, need_direct, need_uring, random_raw, reference, write_checkpoint
 
 import gdsstream
-from gdsstream import storage
+from gdsstream import virtual_disks
 from gdsstream.checkpoint import Checkpoint
 from gdsstream.config import StreamConfig
 from gdsstream.load import shared_engine
@@ -60,7 +60,7 @@ def staged_through_four_slots(fake: StandIn, folder: Path) -> None:
 def staged_through_the_ring_of_paced_reads(fake: StandIn, folder: Path) -> None:
     need_uring()
     need_direct(folder)
-    storage.single_queue_requests = lambda: 256
+    virtual_disks.single_queue_requests = lambda: 256
     config = StreamConfig(direct_io=True, staging_bytes=4 * MIB, num_threads=2)
     check_loads(fake, model(folder, mib=20), config, "of depth 256, paced")
     # Eight slots of half a MiB in one segment, and nothing of the other ring.

@@ -67,7 +67,7 @@ struct Source {
         const Stamp stamp{static_cast<std::uint64_t>(st.st_dev), static_cast<std::uint64_t>(st.st_ino), st.st_size,
                           st.st_mtim.tv_sec * 1000000000LL + st.st_mtim.tv_nsec,
                           st.st_ctim.tv_sec * 1000000000LL + st.st_ctim.tv_nsec};
-        return std::make_shared<File>(path, stamp);
+        return std::make_shared<File>(path, stamp, 0);
     }
     void touch() const { ::utimensat(AT_FDCWD, path.c_str(), nullptr, 0); }
 };

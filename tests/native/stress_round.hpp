@@ -55,6 +55,7 @@ struct Round {
             lane.read_bytes = random.chance(50) ? 16 << 10 : kSlotBytes;
             lane.fixed_buffers = reader == ReaderKind::uring && random.chance(50);
             if (reader == ReaderKind::uring && random.chance(50)) lane.paced_bytes = 16384 << random.below(5);
+            if (random.chance(50)) lane.near_interrupts_bytes = 4096 << random.below(4);
             if (random.chance(50)) {
                 lane.slot_bytes = kSlotBytes << random.below(2);
                 lane.staging_bytes = (1 + random.below(4)) * lane.slot_bytes;

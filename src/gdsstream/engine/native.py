@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gdsstream import _native
+from gdsstream import _native, virtual_disks
 from gdsstream.config import StreamConfig
 from gdsstream.devices import current_stream, driver_replaced, memory_of
 from gdsstream.engine.base import (
@@ -119,7 +119,7 @@ class NativeEngine(Engine):
         self._lanes_used: set[int] = set()
         book = open_book(config.stats, self.name, str(device), ROUTES)
         self._lanes, self._lane_names = make_lanes(
-            config, [book.ledgers[route] for route in ROUTES] if book else [None] * 3
+            config, [book.ledgers[route] for route in ROUTES] if book else [None] * 3, gpu=device.type == "cuda"
         )
         node = gpu_numa_node(_native.pci_bus_id(device.index)) if device.type == "cuda" and config.numa else -1
         self._native = _native.Engine(
@@ -327,7 +327,8 @@ def _lanes_of(opened: Sequence[OpenFile]) -> frozenset[int]:
 
 def _open(file: SourceFile) -> _native.File:
     stamp = file.stamp
-    return _native.File(file.path, (stamp.device, stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns))
+    numbers = (stamp.device, stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns)
+    return _native.File(file.path, numbers, interrupt_cpu=virtual_disks.interrupt_cpu(stamp.device))
 
 
 def check_records(file_index: NDArray[np.int32], offsets: NDArray[np.int64], record_bytes: int, num_files: int) -> None:
