@@ -261,7 +261,6 @@ NB_MODULE(_native, m) {
     nb::class_<Pace>(m, "Pace")
         .def(nb::init<unsigned, std::uint64_t>(), nb::arg("threads"), nb::arg("least_bytes"))
         .def_prop_ro("limit_bytes", &Pace::limit_bytes)
-        .def_prop_ro("mean_read_bytes", &Pace::mean_read_bytes)
         .def("begin", &Pace::begin, nb::arg("now_ns"))
         .def("arrived", &Pace::arrived, nb::arg("reads"), nb::arg("nbytes"), nb::arg("quickest_ns"), nb::arg("now_ns"));
 

@@ -52,6 +52,7 @@ void Lane::enqueue(std::shared_ptr<Transfer> transfer, std::vector<Task> tasks) 
             const std::size_t count = tasks.size();
             queue_.push_back(Queued{transfer, std::move(tasks), 0, part_bytes});
             shared_->activity.begin(count);
+            wake_one();
         }
     }
     if (refused) {
@@ -63,7 +64,6 @@ void Lane::enqueue(std::shared_ptr<Transfer> transfer, std::vector<Task> tasks) 
     if (fewer_threads && shared_->note) {
         shared_->note("fewer reader threads than asked for: the limit of threads or of memory is reached");
     }
-    changed_.notify_one();
 }
 
 void Lane::start_threads() {
@@ -75,7 +75,7 @@ bool Lane::start_threads_locked() {
     const SignalsBlocked blocked;  // threads inherit the mask
     try {
         while (!stopping_ && threads_.size() < config_.threads) {
-            threads_.emplace_back([this] { Worker(*this, *shared_).run(); });
+            threads_.emplace_back([this, first = threads_.empty()] { Worker(*this, *shared_, first).run(); });
         }
         return true;
     } catch (const std::system_error&) {
@@ -88,22 +88,54 @@ bool Lane::busy() const {
     return !queue_.empty() || open_ != nullptr || next_ != nullptr;
 }
 
-bool Lane::claim(Part& part, bool wait) {
+bool Lane::claim(Part& part, bool wait, bool first) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        if (hand_out(part)) {
-            if (due_ahead()) {
-                make_next(lock);
-                changed_.notify_all();
+        if (first || !is_for_first()) {
+            if (hand_out(part)) {
+                if (due_ahead()) {
+                    make_next(lock);
+                    wake();
+                }
+                return true;
             }
-            return true;
+            if (!opening_ && next_ != nullptr) {
+                if (!open_next(lock, wait)) return false;
+                continue;
+            }
+            if (!opening_ && !queue_.empty()) {
+                make_next(lock);
+                wake();
+                continue;
+            }
         }
-        if (!opening_ && (next_ != nullptr || !queue_.empty())) {
-            if (!open_next(lock, wait)) return false;
+        // The first worker stays to the end.
+        if (!wait || (stopping_ && (!first || (queue_.empty() && !opening_)))) return false;
+        if (!first) {
+            changed_.wait(lock);
             continue;
         }
-        if (!wait || (stopping_ && queue_.empty() && !opening_)) return false;
-        changed_.wait(lock);
+        first_waits_ = true;
+        first_changed_.wait(lock);
+        first_waits_ = false;
+    }
+}
+
+bool Lane::is_for_first() const {
+    const Work* work = open_ != nullptr ? open_.get() : next_.get();
+    return work != nullptr && work->near_cpu >= 0;
+}
+
+void Lane::wake() {
+    first_changed_.notify_one();
+    if (!is_for_first()) changed_.notify_all();
+}
+
+void Lane::wake_one() {
+    if (first_waits_) {
+        first_changed_.notify_one();
+    } else if (!is_for_first()) {
+        changed_.notify_one();
     }
 }
 
@@ -153,42 +185,39 @@ void Lane::make_next(std::unique_lock<std::mutex>& lock) {
 }
 
 bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {
-    if (next_ == nullptr) make_next(lock);
     const std::shared_ptr<Work> work = next_;
+    opening_ = true;
+    lock.unlock();
     bool open = false;
-    if (work != nullptr) {
-        opening_ = true;
-        lock.unlock();
-        bool over = work->transfer->aborted();
-        if (!over) {
-            try {
-                open = take_slot(work, may_wait);
-                // Mapped files need no reads: there is nothing to hand out.
-                if (open && work->reads.empty()) {
-                    work->copied = copied_;
-                    finish_reads(*work, 0, *shared_);
-                }
-            } catch (const std::exception& error) {
-                work->transfer->fail(as_error(error));
-                over = true;
+    bool over = work->transfer->aborted();
+    if (!over) {
+        try {
+            open = take_slot(work, may_wait);
+            // Mapped files need no reads: there is nothing to hand out.
+            if (open && work->reads.empty()) {
+                work->copied = copied_;
+                finish_reads(*work, 0, *shared_);
             }
+        } catch (const std::exception& error) {
+            work->transfer->fail(as_error(error));
+            over = true;
         }
-        if (over) retire(*work->transfer, work->task, *shared_);
-        lock.lock();
-        opening_ = false;
-        if (!open && !over) {
-            // Somebody who can afford to wait for a slot should try.
-            changed_.notify_one();
-            return false;
-        }
-        next_.reset();
     }
+    if (over) retire(*work->transfer, work->task, *shared_);
+    lock.lock();
+    opening_ = false;
+    if (!open && !over) {
+        // Somebody who can afford to wait for a slot should try.
+        wake_one();
+        return false;
+    }
+    next_.reset();
     if (open && !work->reads.empty()) {
         open_ = work;
         handed_out_ = 0;
         part_bytes_ = next_part_bytes_;
     }
-    changed_.notify_all();
+    wake();
     return true;
 }
 
@@ -204,6 +233,7 @@ void Lane::stop() {
         for (Queued& queued : queue_) close(*queued.transfer);
         threads.swap(threads_);
     }
+    first_changed_.notify_all();
     changed_.notify_all();
     for (std::thread& thread : threads) thread.join();
 }

@@ -40,8 +40,9 @@ class Lane {
     StagingRing& ring() const { return ring_; }
 
     void enqueue(std::shared_ptr<Transfer> transfer, std::vector<Task> tasks);
-    // A part that is not empty; or false: none now (with `wait`: the lane is stopping).
-    bool claim(Part& part, bool wait);
+    // A part that is not empty; or false: none now (with `wait`: the lane is stopping). Work near the interrupts is for
+    // the `first` worker.
+    bool claim(Part& part, bool wait, bool first);
     // Transfers that are queued fail; their tasks are retired unread. Joins the threads.
     void stop();
     // Whether tasks wait to be begun.
@@ -60,12 +61,18 @@ class Lane {
 
     // false: fewer than configured, since the system gives no more.
     bool start_threads_locked();
+    // The work that is read next, if its lists are made, is for the first worker only.
+    bool is_for_first() const;
+    // Wakes those who have something to do. A thread that is woken in vain costs the one that wakes it.
+    void wake();
+    // The same for a single thing to do.
+    void wake_one();
     bool hand_out(Part& part);
     // Whether the next task's lists should be made while the open one is still being handed out.
     bool due_ahead() const;
     // Takes a task off the queue and makes its lists, without the lock, which it takes again.
     void make_next(std::unique_lock<std::mutex>& lock);
-    // Opens the next task without the lock, which it takes again. false: no slot is free now.
+    // Opens next_ without the lock, which it takes again. false: no slot is free now.
     bool open_next(std::unique_lock<std::mutex>& lock, bool may_wait);
 
     const LaneConfig config_;
@@ -75,7 +82,9 @@ class Lane {
     Tally* const copied_;  // of work without reads; written by whoever opens a task, one at a time
     mutable std::mutex mutex_;
     std::condition_variable changed_;
+    std::condition_variable first_changed_;  // what the first worker waits for
     std::deque<Queued> queue_;
+    bool first_waits_ = false;
     bool opening_ = false;        // some worker makes or opens the next task
     std::shared_ptr<Work> next_;  // made; not open yet
     std::uint64_t next_part_bytes_ = 0;

@@ -28,7 +28,6 @@ void Pace::arrived(std::size_t reads, std::uint64_t bytes, std::uint64_t quickes
     const double rate = static_cast<double>(bytes_) / static_cast<double>(now_ns - since_ns_);
     rate_ = rate_ == 0 ? rate : (rate_ + rate) / 2;
     const auto queued = static_cast<double>(std::max(kQueuedNs, 2 * quickest_ns_));
-    mean_read_bytes_ = bytes_ / reads_;
     limit_ = std::clamp(static_cast<std::uint64_t>(rate_ * queued), least_, kMostBytes);
     since_ns_ = now_ns;
     bytes_ = 0;

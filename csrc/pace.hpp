@@ -25,8 +25,6 @@ class Pace {
         : least_(std::min(least_bytes / std::clamp(threads, 1U, 8U), kMostBytes)), limit_(least_) {}
 
     std::uint64_t limit_bytes() const { return limit_; }
-    // Of the reads that the limit was last found by; 0 before.
-    std::uint64_t mean_read_bytes() const { return mean_read_bytes_; }
     // The thread has reads under way from now on, and had none before.
     void begin(std::uint64_t now_ns);
     // `reads` came back by now, `bytes` together, the quickest after `quickest_ns`.
@@ -42,7 +40,6 @@ class Pace {
     std::size_t reads_ = 0;
     std::uint64_t quickest_ns_ = kNever;  // of all reads: one that found the queue empty
     double rate_ = 0;                     // bytes a nanosecond
-    std::uint64_t mean_read_bytes_ = 0;
 };
 
 }  // namespace gdsstream

@@ -56,6 +56,13 @@ void count(const Work& work, Counters& counters) {
     if (work.failed) counters.failures.fetch_add(1, std::memory_order_relaxed);
 }
 
+int near_cpu(const Work& work, std::uint64_t near_interrupts_bytes) {
+    if (near_interrupts_bytes == 0 || work.reads.empty()) return -1;
+    std::uint64_t bytes = 0;
+    for (const ReadOp& op : work.reads) bytes += op.bytes;
+    return bytes / work.reads.size() >= near_interrupts_bytes ? work.reads.front().file->interrupt_cpu() : -1;
+}
+
 void settle(Work& work, Shared& shared) {
     const std::shared_ptr<Work> keep = std::move(work.alive);
     Transfer& transfer = *work.transfer;
@@ -120,6 +127,7 @@ std::shared_ptr<Work> make_work(std::shared_ptr<Transfer> transfer, const Task& 
         work->reads.push_back(op);
     }
     work->left = work->reads.size();
+    work->near_cpu = near_cpu(*work, lane.near_interrupts_bytes);
     work->transfer = std::move(transfer);
     return work;
 }

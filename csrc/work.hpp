@@ -29,7 +29,8 @@ struct LaneConfig {
     std::uint64_t read_bytes = 0;  // the most that one read takes
     bool fixed_buffers = false;
     std::uint64_t paced_bytes = 0;  // the least of a pace (pace.hpp), for readers that keep many under way; 0: none
-    // Paced reads of as much on average, or more, are made on the CPU that takes their disk's interrupts; 0: none are.
+    // Work whose reads have as much on average, or more, is for the lane's first worker alone, which makes them on the
+    // CPU that takes their disk's interrupts; 0: none is.
     std::uint64_t near_interrupts_bytes = 0;
     std::uint64_t slot_bytes = 0;  // of a staging ring of its own; 0: the engine's, and no more of this
     std::uint64_t staging_bytes = 0;
@@ -71,6 +72,8 @@ struct Work {
     Slot* slot = nullptr;  // of the ring; taken when it is opened
     std::vector<ReadOp> reads;
     std::vector<CopySpan> copies;  // sources lie in the slot, or are addresses where there is none
+    // The CPU on which the lane's first worker reads all of it; < 0: all workers read it, anywhere.
+    int near_cpu = -1;
     std::atomic<std::size_t> left{0};
     std::atomic<bool> failed{false};
     Tally* copied = nullptr;  // where its copies are counted: those of work without reads

@@ -64,7 +64,9 @@ void Worker::top_up(bool may_wait) {
         // What stopped the set-up (no descriptor left, say) may be over by now; and claiming already needs the context.
         if (part_.empty() && broken_.has_value()) set_up();
         if (part_.empty()) {
-            if (!lane_.claim(part_, idle && may_wait)) break;
+            if (!lane_.claim(part_, idle && may_wait, first_)) break;
+            alone_ = part_.work->near_cpu >= 0;
+            placement_.follow(part_.work->near_cpu);
             if (timed() && !one_by_one_) now_ns_ = now_ns();
         }
         if (idle && may_wait && paced_) pace_.begin(now_ns_);
@@ -104,13 +106,13 @@ void Worker::note_pace() {
         quickest_ns = std::min(quickest_ns, now_ns_ - op->started_ns);
     }
     pace_.arrived(arrived_.size(), bytes, quickest_ns, now_ns_);
-    const std::uint64_t near_bytes = lane_.config().near_interrupts_bytes;
-    if (near_bytes == 0 || arrived_.empty() || pace_.mean_read_bytes() == 0) return;
-    placement_.follow(pace_.mean_read_bytes() >= near_bytes ? arrived_.back()->file->interrupt_cpu() : -1);
 }
 
 // More than the most fills a disk's queue with large reads, and slots with bytes that wait.
-std::uint64_t Worker::most_under_way() const { return paced_ ? pace_.limit_bytes() : Pace::kMostBytes; }
+std::uint64_t Worker::most_under_way() const {
+    if (!paced_) return Pace::kMostBytes;
+    return alone_ ? std::max(pace_.limit_bytes(), lane_.config().paced_bytes) : pace_.limit_bytes();
+}
 
 void Worker::start_next_read() {
     Work& work = *part_.work;

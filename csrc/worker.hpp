@@ -15,9 +15,11 @@ namespace gdsstream {
 
 class Worker {
   public:
-    Worker(Lane& lane, Shared& shared)
+    // `first`: of its lane, which makes the reads near the interrupts.
+    Worker(Lane& lane, Shared& shared, bool first)
         : lane_(lane),
           shared_(shared),
+          first_(first),
           paced_(lane.config().paced_bytes > 0),
           pace_(lane.config().threads, lane.config().paced_bytes) {}
     void run();
@@ -36,6 +38,8 @@ class Worker {
 
     Lane& lane_;
     Shared& shared_;
+    const bool first_;
+    bool alone_ = false;  // what it claimed last is read by no other thread
     std::unique_ptr<Reader> reader_;
     std::optional<Error> broken_;  // why this worker cannot read; its parts fail with it
     Part part_;

@@ -107,12 +107,8 @@ def test_a_single_read_or_an_instant_says_nothing() -> None:
     pace.begin(0)
     pace.arrived(100, 1 << 30, 10, 10**5)
     assert pace.limit_bytes == LEAST_BYTES  # a tenth of a millisecond
-    assert pace.mean_read_bytes == 0
     pace.arrived(100, 1 << 30, 10, 2 * 10**6)
     assert pace.limit_bytes == 16 * MIB
-    assert pace.mean_read_bytes == (1 << 30) // 100  # of all 200
-    pace.arrived(8, 8 * 4096, 10, 4 * 10**6)
-    assert pace.mean_read_bytes == 4096
 
 
 # ---- an engine that keeps to it

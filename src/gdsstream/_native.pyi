@@ -139,9 +139,9 @@ class Activity:
 
 class Lane:
     """Threads with one kind of reader: "pread", "io_uring" or "mapped". `depth` reads under way in each thread at most;
-    with `paced_bytes` of all threads as many as keep the disk busy, and no fewer bytes than that; threads whose paced
-    reads have `near_interrupts_bytes` on average, or more, run on the CPU that takes the interrupts of the disk. With
-    `slot_bytes` its tasks have that, and slots of a ring of its own, of `staging_bytes` at most."""
+    with `paced_bytes` of all threads as many as keep the disk busy, and no fewer bytes than that. Tasks whose reads
+    have `near_interrupts_bytes` on average, or more, are read by one thread, on the CPU that takes the interrupts of
+    the disk. With `slot_bytes` its tasks have that, and slots of a ring of its own, of `staging_bytes` at most."""
 
     def __init__(
         self,
@@ -167,10 +167,6 @@ class Pace:
     def __init__(self, threads: int, least_bytes: int) -> None: ...
     @property
     def limit_bytes(self) -> int: ...
-    @property
-    def mean_read_bytes(self) -> int:
-        """Of the reads that the limit was last found by; 0 before."""
-
     def begin(self, now_ns: int) -> None:
         """The thread has reads under way from now on, and had none before."""
 

@@ -60,8 +60,8 @@ class StreamConfig:
         staging_bytes: the most pinned memory that the staging ring may grow to. Default 96 MiB. Reads with O_DIRECT
             that are held back (see io_depth) go through another ring, of that or 32 MiB, whichever is less.
         host_cache_bytes: how many bytes of files a mapped handle may keep registered (and so unevictable). Default 0.
-        numa: whether threads and staging memory go to the GPU's NUMA node, and readers of a GPU's that are held back
-            (see io_depth) to the CPU that takes the disk's interrupts. Default True.
+        numa: whether threads and staging memory go to the GPU's NUMA node, and the reader of large reads for a GPU that
+            are held back (see io_depth) to the CPU that takes the disk's interrupts. Default True.
         compat_mode, bounce_buffer_bytes, register_buffers: kvikio's, for "cufile" only; see CuFileSettings.
         stats: 1, 2 or 3 counts what the engine reads, in more detail each; see gdsstream.stats. Default 0: nothing.
         faults: for tests: faults injected under the readers ("eio@3", "short@2", "nomem@4", "delay_us=500",

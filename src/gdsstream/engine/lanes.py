@@ -21,7 +21,7 @@ _DIRECT_PREAD_THREADS = 32
 # Large enough for full bandwidth, small enough that a queue of them spreads over a RAID's members.
 _DIRECT_READ_BYTES = 512 << 10
 
-# Enough for a single-queue disk, and each has the least of a pace under way.
+# Small reads keep more than one busy. Each has its share of the least of a pace under way; one that reads alone, all.
 _PACED_THREADS = 2
 # Under way at such a disk before its rate is known, and at a slow one always. It was slower with 6 MiB, which left the
 # caches; 2 and 4 were no faster.
@@ -29,8 +29,8 @@ _PACED_BYTES = 3 << 20
 # Of a slot that such reads go through: the most of one read, so that a large one waits for no other.
 _PACED_SLOT_BYTES = _DIRECT_READ_BYTES
 _PACED_RING_BYTES = 32 << 20
-# Reads of this on average are made on the CPU that takes their disk's interrupts: from 64 KiB up they were 5 % faster
-# there, and at 4 KiB, which keep it busy, 3 % slower.
+# Reads of this on average are made by one thread, on the CPU that takes their disk's interrupts: from 64 KiB up they
+# were 5 % faster there, and at 4 KiB, which keep it busy, 3 % slower.
 _NEAR_INTERRUPTS_BYTES = 16 << 10
 
 PAGE_CACHE, DIRECT, MAPPED = 0, 1, 2
