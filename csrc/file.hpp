@@ -31,7 +31,7 @@ struct Stamp {
 class File : public std::enable_shared_from_this<File> {
   public:
     // Opens `path` and compares it with `expected`. Throws Error(read) or Error(changed).
-    File(std::string path, const Stamp& expected, int interrupt_cpu = -1);
+    File(std::string path, const Stamp& expected, int interrupt_cpu);
 
     const std::string& path() const { return path_; }
     // The CPU that takes the interrupts of its disk; < 0: unknown.

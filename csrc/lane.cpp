@@ -91,23 +91,18 @@ bool Lane::busy() const {
 bool Lane::claim(Part& part, bool wait, bool first) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        if (first || !is_for_first()) {
-            if (hand_out(part)) {
-                if (due_ahead()) {
-                    make_next(lock);
-                    wake();
-                }
-                return true;
-            }
-            if (!opening_ && next_ != nullptr) {
-                if (!open_next(lock, wait)) return false;
-                continue;
-            }
-            if (!opening_ && !queue_.empty()) {
-                make_next(lock);
-                wake();
-                continue;
-            }
+        const bool mine = first || !is_for_first();
+        if (mine && hand_out(part)) {
+            if (due_ahead()) make_next(lock);
+            return true;
+        }
+        if (mine && !opening_ && next_ != nullptr) {
+            if (!open_next(lock, wait)) return false;
+            continue;
+        }
+        if (mine && !opening_ && !queue_.empty()) {
+            make_next(lock);
+            continue;
         }
         // The first worker stays to the end.
         if (!wait || (stopping_ && (!first || (queue_.empty() && !opening_)))) return false;
@@ -182,6 +177,7 @@ void Lane::make_next(std::unique_lock<std::mutex>& lock) {
     if (++queue_.front().next == queue_.front().tasks.size()) queue_.pop_front();
     next_ = std::move(work);
     next_part_bytes_ = part_bytes;
+    wake();
 }
 
 bool Lane::open_next(std::unique_lock<std::mutex>& lock, bool may_wait) {

@@ -10,7 +10,7 @@ import importlib
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ def describe(path: str | os.PathLike[str], *, sysfs: str = "/sys", procfs: str =
     """
     real = os.path.realpath(path)
     status = _stat(real)
-    return _describe(real, f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}", Path(sysfs), procfs, tried=True)
+    return _describe(real, _number(status.st_dev), Path(sysfs), procfs, tried=True)
 
 
 def describe_recorded(path: str | os.PathLike[str], *, sysfs: str, procfs: str) -> StorageInfo:
@@ -104,7 +104,7 @@ def _describe(real: str, number: str, sysfs: Path, procfs: str, *, tried: bool) 
     is_memory = filesystem in MEMORY_FILESYSTEMS
     block = None if is_memory else _find_block(number, mount, sysfs)
     leaves = list(dict.fromkeys(_leaves(block))) if block else []
-    disks = list(dict.fromkeys(_disk(leaf) for leaf in leaves))
+    disks = _disks(leaves)
     is_file = tried and os.path.isfile(real)
     memory_alignment, offset_alignment = _alignment(real if is_file else None, [block, *disks] if block else [])
     spinning = [_read_int(disk / "queue/rotational") for disk in disks]
@@ -154,11 +154,11 @@ def residency(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None 
         raise ReadError(text, error.errno) from error
 
 
-def disks_of_device(number: int, *, sysfs: str = "/sys") -> list[Path]:
+def disks_of_device(device: int, *, sysfs: str = "/sys") -> list[Path]:
     """The sysfs directories of the physical disks below a device number (an `st_dev`), each once; empty where sysfs
     does not know it, as with network and overlay filesystems."""
-    block = _find_block(f"{os.major(number)}:{os.minor(number)}", None, Path(sysfs))
-    return list(dict.fromkeys(_disk(leaf) for leaf in _leaves(block))) if block else []
+    block = _find_block(_number(device), None, Path(sysfs))
+    return _disks(_leaves(block)) if block else []
 
 
 def _native() -> Any:
@@ -238,7 +238,7 @@ def _find_block(number: str, mount: Mount | None, sysfs: Path) -> Path | None:
                 device = os.stat(option.removeprefix("upperdir=")).st_dev
             except OSError:
                 continue
-            link = sysfs / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
+            link = sysfs / "dev/block" / _number(device)
             if link.exists():
                 return Path(os.path.realpath(link))
     return None
@@ -269,6 +269,14 @@ def _leaves(block: Path, depth: int = 8) -> Iterator[Path]:
 
 def _disk(block: Path) -> Path:
     return block.parent if (block / "partition").exists() else block
+
+
+def _disks(leaves: Iterable[Path]) -> list[Path]:
+    return list(dict.fromkeys(_disk(leaf) for leaf in leaves))
+
+
+def _number(device: int) -> str:
+    return f"{os.major(device)}:{os.minor(device)}"
 
 
 def _raid_level(block: Path, depth: int = 8) -> str | None:

@@ -18,7 +18,7 @@ def single_queue_requests(sysfs: str = "/sys") -> int:
     where one is not, where there is none, or sysfs does not tell."""
     try:
         disks = [disk for disk in Path(sysfs, "block").iterdir() if (disk / "device").exists()]
-        if not all(disk.name.startswith("vd") and len(list((disk / "mq").iterdir())) == 1 for disk in disks):
+        if not all(disk.name.startswith("vd") and _queues(disk) == 1 for disk in disks):
             return 0
         return min((int((disk / "queue" / "nr_requests").read_text()) for disk in disks), default=0)
     except (OSError, ValueError):
@@ -34,7 +34,7 @@ def interrupt_cpu(device: int, *, sysfs: str = "/sys", procfs: str = "/proc") ->
     """
     try:
         (disk,) = disks_of_device(device, sysfs=sysfs)
-        if len(list((disk / "mq").iterdir())) != 1:
+        if _queues(disk) != 1:
             return -1
         name = os.path.basename(os.path.realpath(disk / "device"))
         # Of its own, of all its queues together, or of the device (without message-signalled interrupts).
@@ -44,6 +44,10 @@ def interrupt_cpu(device: int, *, sysfs: str = "/sys", procfs: str = "/proc") ->
     except (OSError, ValueError, IndexError):
         return -1
     return cpu if cpu in os.sched_getaffinity(0) else -1
+
+
+def _queues(disk: Path) -> int:
+    return len(list((disk / "mq").iterdir()))
 
 
 __all__ = ["interrupt_cpu", "single_queue_requests"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -89,13 +90,17 @@ def check_nothing_left(fake: StandIn, leaves: frozenset[str]) -> None:
 
 
 def reader_threads() -> int:
-    names = []
+    return len(reader_tasks())
+
+
+def reader_tasks() -> list[int]:
+    """The thread ids of all engines' readers."""
+    found = []
     for task in os.listdir("/proc/self/task"):
-        try:
-            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
-        except OSError:
-            continue  # it ended meanwhile
-    return names.count("gdsstream")
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if Path(f"/proc/self/task/{task}/comm").read_text().strip() == "gdsstream":
+                found.append(int(task))
+    return found
 
 
 def until(condition: Callable[[], bool], what: str, limit_s: float = 10) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_route.harness import KIB, MIB, scenario, until, write_random
+from gpu_route.harness import KIB, MIB, reader_tasks, scenario, until, write_random
 from gpu_route.plans import one_buffer
 from gpu_route.stand_in import StandIn
 from support import evict, need_direct, need_uring, source_of
@@ -62,10 +62,9 @@ class Disk:
 def read_by_thread() -> dict[int, int]:
     """What each reader thread has read from disks."""
     found = {}
-    for task in map(Path, Path("/proc/self/task").iterdir()):
-        if (task / "comm").read_text().strip() == "gdsstream":
-            counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
-            found[int(task.name)] = int(counts["read_bytes"])
+    for task in reader_tasks():
+        counts = dict(line.split(": ") for line in Path(f"/proc/self/task/{task}/io").read_text().splitlines())
+        found[task] = int(counts["read_bytes"])
     return found
 
 
