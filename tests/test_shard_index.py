@@ -126,6 +126,21 @@ def test_a_shard_rewritten_in_the_same_size_is_read_again(data: Path, opened: li
     assert opened == ["2.npy"]
 
 
+@pytest.mark.parametrize("how", ["saved in place", "renamed"])
+def test_a_shard_replaced_in_the_same_size_and_mtime_is_read_again(data: Path, opened: list[str], how: str) -> None:
+    shards(data)
+    opened.clear()
+    time.sleep(0.02)  # a ctime can be as coarse as the kernel's tick
+    status = (data / "2.npy").stat()
+    other = write_npy(data / ("2.npy" if how == "saved in place" else "new.npy"), rows(4, 3).float())
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.rename(data / "2.npy")
+    after = (data / "2.npy").stat()
+    assert (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert shards(data)[2].columns[0].dtype == "F32"
+    assert opened == ["2.npy"]
+
+
 def test_a_part_of_a_directory_adds_to_its_index(data: Path, opened: list[str]) -> None:
     shards(f"{data}/[01].npy")
     shards([data / "3.npy", data / "0.npy"])

@@ -3,8 +3,8 @@
 Each directory with shards gets one file for each format (and its options), `.gdsstream-index-<format>.npz`; where that
 cannot be written, the user's cache directory ($XDG_CACHE_HOME/gdsstream or ~/.cache/gdsstream) takes it. It holds every
 shard of the directory that was ever opened and is still there, so that a glob over a part of them adds to it. An entry
-counts only while size and mtime of its shard are the same; the other shards are read again, and the file is replaced
-whole, never changed.
+counts only while size, mtime and ctime of its shard are the same (another file that is moved there keeps its mtime, and
+`cp -p` sets it; nothing sets a ctime). The other shards are read again, and the file is replaced whole, never changed.
 
 The file is arrays (`numpy.savez`, nothing pickled): `meta` is JSON (names and schemas), and the words of all columns of
 all shards lie end to end in `words`.
@@ -34,7 +34,7 @@ from gdsstream.small_files import cache_folder
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 # Reading headers waits for storage, and little else.
 _READERS = 16
 
@@ -44,6 +44,7 @@ class _Entry(NamedTuple):
 
     size: int
     mtime_ns: int
+    ctime_ns: int
     num_records: int
     columns: tuple[Column, ...]
 
@@ -67,7 +68,8 @@ def read_shards(paths: Sequence[ShardPath], format: ShardFormat, *, cache: bool 
             index.update(entries)
             for name, each in left.items():
                 entry = entries.get(name)
-                if entry is not None and (entry.size, entry.mtime_ns) == (each.stamp.size, each.stamp.mtime_ns):
+                # Its first three are the stamp's last.
+                if entry is not None and entry[:3] == each.stamp[2:]:
                     known[each.path] = Shard(each.path, each.stamp, entry.num_records, entry.columns)
             left = {name: each for name, each in left.items() if each.path not in known}
     fresh = _read([each for each in dict.fromkeys(paths) if each.path not in known], format)
@@ -81,7 +83,7 @@ def read_shards(paths: Sequence[ShardPath], format: ShardFormat, *, cache: bool 
 
 
 def _entry(shard: Shard) -> _Entry:
-    return _Entry(shard.stamp.size, shard.stamp.mtime_ns, shard.num_records, shard.columns)
+    return _Entry(*shard.stamp[2:], shard.num_records, shard.columns)
 
 
 def _read(paths: Sequence[ShardPath], format: ShardFormat) -> list[Shard]:
@@ -133,7 +135,7 @@ def _unpack(arrays: Any, format: ShardFormat) -> dict[str, _Entry]:
     names: list[str] = meta["names"]
     shards = arrays["shards"]
     words = arrays["words"]
-    if shards.dtype != np.int64 or words.dtype != np.int64 or shards.shape != (len(names), 5) or words.ndim != 1:
+    if shards.dtype != np.int64 or words.dtype != np.int64 or shards.shape != (len(names), 6) or words.ndim != 1:
         raise ValueError("its arrays do not fit each other")
     schemas = [
         [(str(n), str(d), tuple(map(int, s)), str(k), str(t)) for n, d, s, k, t in schema] for schema in meta["schemas"]
@@ -143,7 +145,7 @@ def _unpack(arrays: Any, format: ShardFormat) -> dict[str, _Entry]:
             raise ValueError(f"a column of dtype {dtype} and kind {kind} is not known")
     entries = {}
     cursor = 0
-    for name, (size, mtime_ns, count, schema, length) in zip(names, shards.tolist(), strict=True):
+    for name, (size, mtime_ns, ctime_ns, count, schema, length) in zip(names, shards.tolist(), strict=True):
         start = cursor
         columns = []
         for column, dtype, shape, kind, note in schemas[schema]:
@@ -152,7 +154,7 @@ def _unpack(arrays: Any, format: ShardFormat) -> dict[str, _Entry]:
             cursor = end
         if cursor - start != length or cursor > len(words):
             raise ValueError(f"the entry of {name} does not have the length that its fields need")
-        entries[name] = _Entry(size, mtime_ns, count, tuple(columns))
+        entries[name] = _Entry(size, mtime_ns, ctime_ns, count, tuple(columns))
     return entries
 
 
@@ -191,11 +193,11 @@ def _pack(index: dict[str, _Entry], format: ShardFormat) -> dict[str, Words]:
         schema = tuple((c.name, c.dtype, c.shape, c.kind, c.note) for c in entry.columns)
         number = schemas.setdefault(schema, len(schemas))
         words += [column.words for column in entry.columns]
-        rows.append((entry.size, entry.mtime_ns, entry.num_records, number, sum(len(c.words) for c in entry.columns)))
+        rows.append((*entry[:3], entry.num_records, number, sum(len(c.words) for c in entry.columns)))
     meta = {"version": _VERSION, "format": format.key, "names": list(index), "schemas": list(schemas)}
     return {
         "meta": np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8),
-        "shards": np.array(rows, dtype=np.int64).reshape(-1, 5),
+        "shards": np.array(rows, dtype=np.int64).reshape(-1, 6),
         "words": np.concatenate(words) if words else np.empty(0, dtype=np.int64),
     }
 
