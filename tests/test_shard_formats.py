@@ -356,6 +356,21 @@ def test_what_is_no_record_in_a_tar_is_passed_over(tmp_path: Path) -> None:
     assert contents(shard) == {"cls": [b"yes"]}
 
 
+@pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.AREGTYPE])
+def test_a_directory_with_a_size_has_no_data(tmp_path: Path, kind: bytes) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ("d/", *(f"d/{number}.cls" for number in range(6))):
+            info = tarfile.TarInfo(name)
+            info.type = kind if name == "d/" else tarfile.REGTYPE
+            info.size = 0 if name == "d/" else len(name)
+            tar.addfile(info, io.BytesIO(name.encode()))
+    reseal(path, 124, b"00000004000\0")
+    with tarfile.open(path) as tar:
+        assert len(tar.getmembers()) == 7
+    assert contents(read(path)) == {"cls": [f"d/{number}.cls".encode() for number in range(6)]}
+
+
 def test_a_tar_can_be_without_records(tmp_path: Path) -> None:
     assert read(write_tar(tmp_path / "a.tar", [])).num_records == 0
 

@@ -117,8 +117,10 @@ def members(file: ShardFile) -> Iterator[Member]:
         if kind not in _REGULAR and kind != "5":
             what = _KINDS.get(kind, f"of the unknown type {kind!r}")
             raise DatasetError(f"{where} is {what}; a shard holds files (tar -h follows links)")
-        offset, name, pax = data + _padded(nbytes), "", {}
-        if kind == "5" or full.endswith("/"):
+        # A directory has no data, whatever size its header gives; in old tars only its name tells that it is one.
+        directory = kind == "5" or (kind == "\0" and full.endswith("/"))
+        offset, name, pax = data + (0 if directory else _padded(nbytes)), "", {}
+        if directory or full.endswith("/"):
             continue
         if data + nbytes > size:
             raise TruncatedFileError(
