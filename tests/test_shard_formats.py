@@ -487,6 +487,18 @@ def test_a_damaged_tar_is_refused(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.parametrize("zeros", [0, 512, 20 * 512, 3 << 20])
+@pytest.mark.parametrize("members", range(1, 11))
+def test_a_tar_behind_a_tar_is_refused_whatever_lies_between(tmp_path: Path, members: int, zeros: int) -> None:
+    path = write_members(tmp_path / "a.tar", [(f"{number}.cls", b"x") for number in range(members)])
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(zeros))
+    assert read(path).num_records == members
+    path.write_bytes(whole + bytes(zeros) + whole)
+    with pytest.raises(DatasetError, match=f"{path}: more follows the end of the archive"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "kind", "why"),
     [
