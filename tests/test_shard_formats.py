@@ -487,6 +487,35 @@ def test_a_damaged_tar_is_refused(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.parametrize("size", [b"-0000001000", b"+0000000003", b"000_0000003", b"0o000000003", b"00000000009"])
+@pytest.mark.parametrize("kind", [b"0", b"5", b"g", b"L"])
+def test_a_size_in_a_tar_is_octal_digits(tmp_path: Path, kind: bytes, size: bytes) -> None:
+    path = write_members(tmp_path / "a.tar", [("0.cls", b"abc"), ("1.cls", b"abc")])
+    reseal(path, 124, size + b"\0")
+    reseal(path, 156, kind)
+    with pytest.raises(HeaderError, match=f"{path}: the tar header at byte 0 has no size"):
+        read(path)
+
+
+def test_a_checksum_in_a_tar_is_octal_digits(tmp_path: Path) -> None:
+    path = write_members(tmp_path / "a.tar", [("0.cls", b"abc")])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:148] + b"+" + whole[149:])
+    with pytest.raises(HeaderError, match="wrong checksum"):
+        read(path)
+
+
+@pytest.mark.parametrize("size", ["9" * 21, "9" * 5000, "-1", "1_0", ""])
+def test_a_size_in_an_extended_header_is_a_number(tmp_path: Path, size: str) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("0.cls")
+        info.pax_headers = {"size": size}
+        tar.addfile(info)
+    with pytest.raises(HeaderError, match=rf"{path}: the tar header at byte \d+ has the size '{size[:20]}"):
+        read(path)
+
+
 @pytest.mark.parametrize("zeros", [0, 512, 20 * 512, 3 << 20])
 @pytest.mark.parametrize("members", range(1, 11))
 def test_a_tar_behind_a_tar_is_refused_whatever_lies_between(tmp_path: Path, members: int, zeros: int) -> None:

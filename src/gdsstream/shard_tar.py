@@ -15,6 +15,7 @@ that no record is missing.
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
@@ -36,6 +37,8 @@ _BLOCK = 512
 _END_BYTES = 1 << 20  # looked at in one piece behind the end, which tar pads with about 10 KiB
 _ZEROS = bytes(_BLOCK)
 _MAX_NAME_BYTES = 1 << 20  # of long names and pax headers
+_OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
+_MAX_DIGITS = 20  # of a size; 2**63 has 19
 _SUM = struct.Struct("148B8x356B")
 _REGULAR = frozenset(("\0", "0", "7"))
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a pipe"}
@@ -132,20 +135,22 @@ def members(file: ShardFile) -> Iterator[Member]:
 
 def _check_header(path: str, offset: int, block: bytes) -> int:
     """The size that a header gives. Raises HeaderError unless its checksum holds."""
-    try:
-        told: int | None = int(block[148:156].strip(b" \0") or b"0", 8)
-    except ValueError:
-        told = None
     # Eight blanks stand where the sum itself is.
-    if told is None or told != sum(_SUM.unpack(block)) + 256:
+    if _octal(block[148:156]) != sum(_SUM.unpack(block)) + 256:
         raise HeaderError(f"{path}: the tar header at byte {offset} has a wrong checksum; the tar is damaged or none")
     field = block[124:136]
     if field[0] & 0x80:  # too large for octal digits
         return int.from_bytes(field, "big") & ~(0x80 << 88)
-    try:
-        return int(field.strip(b" \0") or b"0", 8)
-    except ValueError:
-        raise HeaderError(f"{path}: the tar header at byte {offset} has no size; the tar is damaged") from None
+    nbytes = _octal(field)
+    if nbytes is None:
+        raise HeaderError(f"{path}: the tar header at byte {offset} has no size; the tar is damaged")
+    return nbytes
+
+
+def _octal(field: bytes) -> int | None:
+    """The number in a field of a header; None for what is none. `int` alone would take signs, _ and 0o."""
+    found = _OCTAL.fullmatch(field)
+    return int(found[1] or b"0", 8) if found else None
 
 
 def _check_end(file: ShardFile, offset: int) -> None:
@@ -188,7 +193,7 @@ def _pax(path: str, offset: int, raw: bytes) -> dict[str, str]:
 
 
 def _decimal(path: str, offset: int, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise HeaderError(f"{path}: the tar header at byte {offset} has the size {quote(text)}; the tar is damaged")
     return int(text)
 
