@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import pickle
 import resource
@@ -339,6 +340,19 @@ def test_shards_come_in_natural_order_or_in_the_lists(tmp_path: Path, monkeypatc
     assert [int(record) for record in listed.__getitems__(range(3))] == [9, 1, 9]  # type: ignore[arg-type]
     assert all(os.path.isabs(path) for path in listed.paths)
     assert len(ShardDataset("shard-1?.npy")) == 1
+
+
+@pytest.mark.parametrize("listed", [["s1.npy", "s01.npy", "s001.npy"], ["s001.npy", "s01.npy", "s1.npy"]])
+def test_names_whose_numbers_are_equal_have_one_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: list[str]
+) -> None:
+    for name in listed:
+        write_npy(tmp_path / name, rows(1))
+    monkeypatch.setattr(os, "listdir", lambda path: listed)
+    monkeypatch.setattr(glob, "glob", lambda path, recursive: [str(tmp_path / name) for name in listed])
+    for path in (tmp_path, tmp_path / "*.npy"):
+        names = [os.path.basename(each) for each in ShardDataset(path, index_cache=False).paths]
+        assert names == ["s001.npy", "s01.npy", "s1.npy"]
 
 
 def test_a_name_with_a_patterns_characters_is_a_name(tmp_path: Path) -> None:

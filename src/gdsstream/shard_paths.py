@@ -39,7 +39,7 @@ def find_shards(path: PathLike | Sequence[PathLike], format: str | None = None) 
         if os.path.isdir(name):
             names = _in_directory(name, format)
         elif glob.has_magic(name) and not os.path.lexists(name):
-            names = sorted((each for each in glob.glob(name, recursive=True) if not os.path.isdir(each)), key=natural)
+            names = _in_order(each for each in glob.glob(name, recursive=True) if not os.path.isdir(each))
             if not names:
                 raise DatasetError(f"nothing matches {name}; check the pattern")
         else:
@@ -59,6 +59,11 @@ def natural(path: str) -> list[str | int]:
     """A key that sorts numbers in names by their value."""
     # Every other part is a number, so that numbers only meet numbers.
     return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", path))]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    # s1 and s01 have one natural key: the directory's own order would decide.
+    return sorted(names, key=lambda name: (natural(name), name))
 
 
 def _absolute(path: PathLike) -> str:
@@ -82,7 +87,7 @@ def _in_directory(directory: str, format: str | None) -> list[str]:
         )
         extensions = [extension for extension, name in EXTENSIONS.items() if format in (None, name)]
         raise DatasetError(f"{directory} has no shard ({', '.join(extensions)}); {hint}")
-    return [os.path.join(directory, name) for name in sorted(wanted, key=natural)]
+    return [os.path.join(directory, name) for name in _in_order(wanted)]
 
 
 def _one_format(names: Sequence[str]) -> str:
