@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,6 +215,86 @@ def test_a_damaged_index_is_made_anew_and_says_so(
     caplog.clear()
     assert_equal(shards(data), before)
     assert (opened, caplog.records) == ([], [])
+
+
+@pytest.mark.parametrize(("field", "bit"), [(8, 0), (10, 1), (42, 7), (28, 3)])
+def test_a_bit_of_the_indexs_directory_costs_no_more_than_the_headers(
+    data: Path, opened: list[str], caplog: pytest.LogCaptureFixture, field: int, bit: int
+) -> None:
+    before = shards(data)
+    index = data / index_name(NPY)
+    raw = bytearray(index.read_bytes())
+    raw[raw.index(b"PK\x01\x02") + field] ^= 1 << bit  # flags, method, place, length of the name
+    index.write_bytes(raw)
+    opened.clear()
+    with caplog.at_level(logging.WARNING, "gdsstream"):
+        assert_equal(shards(data), before)
+    assert len(opened) == 4
+    assert f"the shard index {index} " in caplog.text
+
+
+def forge(index: Path, *, array: str = "", at: Any = None, schema: object = None, **meta: object) -> None:
+    """Put -1 into an array of an index, or other things into its first schema or its meta."""
+    with np.load(index) as arrays:
+        held = dict(arrays)
+    told = {**json.loads(held["meta"].tobytes()), **meta}
+    if schema is not None:
+        told["schemas"][0] = schema
+    if array:
+        held[array][at] = -1
+    with index.open("wb") as file:
+        np.savez(file, **{**held, "meta": np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)})
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"names": [0, 1, 2, 3]},
+        {"names": ["0.npy", ["1.npy"], "2.npy", "3.npy"]},
+        {"version": float("inf")},
+        {"schemas": 5},
+        {"array": "words", "at": 0},
+        *({"array": "shards", "at": (0, column)} for column in (0, 3, 4, 5)),
+        *(
+            {"schema": [["data", "I32", shape, "strided", ""]]}
+            for shape in ([-1], [float("inf")], [float("nan")], ["3"], [1.5], [10**30], [None], 3)
+        ),
+        {"schema": [[5, "I32", [3], "strided", ""]]},
+        {"schema": [["data", "I32", [3], "strided", 5]]},
+        {"schema": [["data", ["I32"], [3], "strided", ""]]},
+        {"schema": [["data", "I32", [3], "strided"]]},
+    ],
+)
+def test_an_index_that_holds_what_none_does_is_made_anew(
+    data: Path, opened: list[str], caplog: pytest.LogCaptureFixture, forged: dict[str, Any]
+) -> None:
+    before = shards(data)
+    index = data / index_name(NPY)
+    forge(index, **forged)
+    opened.clear()
+    with caplog.at_level(logging.WARNING, "gdsstream"):
+        assert_equal(shards(data), before)
+    assert len(opened) == 4
+    assert f"the shard index {index} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link to itself"])
+def test_what_only_has_an_indexs_name_is_not_waited_for(
+    data: Path, opened: list[str], caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    index = data / index_name(NPY)
+    if kind == "pipe":
+        os.mkfifo(index)
+    elif kind == "directory":
+        index.mkdir()
+    else:
+        index.symlink_to(index.name)
+    with caplog.at_level(logging.WARNING, "gdsstream"):
+        assert len(shards(data)) == 4
+    assert f"the shard index {index} cannot be read" in caplog.text
+    opened.clear()
+    assert len(shards(data)) == 4
+    assert opened == []
 
 
 @pytest.fixture

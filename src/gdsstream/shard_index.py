@@ -17,8 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import zipfile
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,8 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdsstream.dtypes import DTYPES
+from gdsstream.errors import CheckpointError, CheckpointNotFoundError
 from gdsstream.notices import say_once
 from gdsstream.records import KINDS, Column, Shard, Words
+from gdsstream.regular_files import opened, quote
 from gdsstream.shard_formats import ShardFormat
 from gdsstream.shard_paths import ShardPath
 from gdsstream.small_files import cache_folder
@@ -35,6 +35,7 @@ from gdsstream.small_files import cache_folder
 log = logging.getLogger(__name__)
 
 _VERSION = 2
+_MAX_SIZE = 2**63 - 1
 # Reading headers waits for storage, and little else.
 _READERS = 16
 
@@ -116,19 +117,23 @@ def index_paths(directory: str, format: ShardFormat) -> tuple[str, str]:
 def _load(path: str, format: ShardFormat) -> dict[str, _Entry]:
     """The entries of an index by the shards' names; none where it does not exist, or is damaged, which is logged."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with (
+            opened(path) as (descriptor, _),
+            open(descriptor, "rb", closefd=False) as file,
+            np.load(file, allow_pickle=False) as arrays,
+        ):
             return _unpack(arrays, format)
-    except (FileNotFoundError, NotADirectoryError):
+    except CheckpointNotFoundError:
         pass
-    except OSError as error:
-        log.warning("the shard index %s cannot be read (%s); headers are read instead", path, error.strerror or error)
-    except (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        log.warning("the shard index %s is damaged (%s); it is made anew", path, error)
+    except (OSError, CheckpointError) as error:
+        log.warning("the shard index %s cannot be read (%s); headers are read instead", path, error)
+    except Exception as error:  # numpy and zipfile raise whatever the damaged bytes lead them to
+        log.warning("the shard index %s is damaged (%s); it is made anew", path, str(error) or type(error).__name__)
     return {}
 
 
 def _unpack(arrays: Any, format: ShardFormat) -> dict[str, _Entry]:
-    """Entries out of the arrays of a file. Raises ValueError and its like for what cannot be such a file."""
+    """Entries out of the arrays of a file. Raises ValueError, or any other error, for what cannot be such a file."""
     meta = json.loads(arrays["meta"].tobytes())
     if meta["version"] != _VERSION or meta["format"] != format.key:
         raise ValueError(f"it is of version {meta['version']} and format {meta['format']}")
@@ -137,12 +142,18 @@ def _unpack(arrays: Any, format: ShardFormat) -> dict[str, _Entry]:
     words = arrays["words"]
     if shards.dtype != np.int64 or words.dtype != np.int64 or shards.shape != (len(names), 6) or words.ndim != 1:
         raise ValueError("its arrays do not fit each other")
-    schemas = [
-        [(str(n), str(d), tuple(map(int, s)), str(k), str(t)) for n, d, s, k, t in schema] for schema in meta["schemas"]
-    ]
-    for _, dtype, _, kind, _ in (column for schema in schemas for column in schema):
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("a name is no string")
+    if (words < 0).any() or (shards[:, [0, 3, 4, 5]] < 0).any():  # times can be before 1970
+        raise ValueError("a size, a count or a place is negative")
+    schemas = [[(n, d, tuple(s), k, t) for n, d, s, k, t in schema] for schema in meta["schemas"]]
+    for name, dtype, shape, kind, note in (column for schema in schemas for column in schema):
+        if not isinstance(name, str) or not isinstance(note, str):
+            raise ValueError("a name or a note is no string")
         if kind not in KINDS or dtype not in DTYPES:
             raise ValueError(f"a column of dtype {dtype} and kind {kind} is not known")
+        if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in shape):
+            raise ValueError(f"a column has the shape {quote(shape)}")
     entries = {}
     cursor = 0
     for name, (size, mtime_ns, ctime_ns, count, schema, length) in zip(names, shards.tolist(), strict=True):
