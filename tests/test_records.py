@@ -83,6 +83,17 @@ def test_members_of_another_length_in_another_shard_are_ragged() -> None:
     assert located.offset.tolist() == [10, 20, 30, 40, 50]
 
 
+@pytest.mark.parametrize("lengths", [(0, 2), (2, 0), (0, 2, 0)])
+def test_records_without_rows_are_ragged_with_those_that_have_some(lengths: tuple[int, ...]) -> None:
+    shards = [
+        shard(number, 1, Column("x", "F32", (length, 4), PLACED, words(10 * number)))
+        for number, length in enumerate(lengths)
+    ]
+    table = RecordTable.of(shards)
+    assert table.fields == (Field("x", "F32", (4,), ragged=True),)
+    assert table.locate("x", np.arange(len(lengths))).nbytes.tolist() == [16 * length for length in lengths]
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_locate_agrees_with_walking_over_the_shards(data: st.DataObject) -> None:
@@ -193,6 +204,9 @@ def test_what_is_wrong_with_a_column_matters_to_who_asks_for_it() -> None:
 def test_ragged_rows_without_bytes_cannot_be_counted() -> None:
     with pytest.raises(DatasetError, match=r"rows of field 'x', of shape \[0\], have no bytes"):
         RecordTable.of([shard(0, 1, Column("x", "F32", (0,), RAGGED, words(0, 0)))])
+    varying = [shard(number, 1, Column("x", "F32", (number, 0), PLACED, words(0))) for number in range(2)]
+    with pytest.raises(DatasetError, match=r"rows of field 'x', of shape \[0\], have no bytes"):
+        RecordTable.of(varying)
 
 
 @pytest.mark.parametrize("shards", [[], [shard(0, 0, strided()), shard(1, 0)]])

@@ -251,9 +251,10 @@ def _unite(name: str, columns: Sequence[Column], shards: Sequence[Shard]) -> tup
                 "write all shards with one dtype"
             )
     shapes = {(column.kind, column.shape) for column in columns}
-    if prod(first.shape) == 0 and (first.kind == RAGGED or len(shapes) > 1):
+    rows = first.shape if first.kind == RAGGED else first.shape[1:]
+    if prod(rows) == 0 and (first.kind == RAGGED or len(shapes) > 1):
         raise DatasetError(
-            f"{shards[0].path}: the rows of field {quote(name)}, of shape {list(first.shape)}, have no bytes, so that "
+            f"{shards[0].path}: the rows of field {quote(name)}, of shape {list(rows)}, have no bytes, so that "
             "they cannot be counted; leave the field out (fields=[...])"
         )
     if len(shapes) == 1:
@@ -272,7 +273,6 @@ def _unite(name: str, columns: Sequence[Column], shards: Sequence[Shard]) -> tup
                 f"field {quote(name)} has records of shape {_shown(column)} in {shard.path}, "
                 f"but {_shown(first)} in {shards[0].path}; write all shards with one shape"
             )
-    rows = first.shape if first.kind == RAGGED else first.shape[1:]
     field = Field(name, first.dtype, rows, ragged=True)
     whole = [Field(name, first.dtype, column.shape, ragged=False).record_bytes for column in columns]
     return field, _ragged(columns, shards, whole)
