@@ -209,6 +209,15 @@ def test_ragged_rows_without_bytes_cannot_be_counted() -> None:
         RecordTable.of(varying)
 
 
+def test_more_records_than_can_be_counted_are_refused() -> None:
+    many = [shard(number, 2**61 + number, strided(0, 0, shape=(0,))) for number in range(2)]
+    assert RecordTable.of(many[:1]).num_records == 2**61
+    with pytest.raises(
+        DatasetError, match=f"more than 2..62 records in 2 shard.*, {2**61 + 1} of them in /data/shard-1"
+    ):
+        RecordTable.of(many)
+
+
 @pytest.mark.parametrize("shards", [[], [shard(0, 0, strided()), shard(1, 0)]])
 def test_no_record_at_all_is_refused(shards: list[Shard]) -> None:
     with pytest.raises(DatasetError, match=rf"no record in {len(shards)} shard"):

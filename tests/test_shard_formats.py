@@ -210,6 +210,30 @@ def test_a_damaged_npy_shard_is_refused(tmp_path: Path) -> None:
             read(path)
 
 
+def npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header.encode()
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ("{[1]: 2}", "no dict of descr"),
+        ("{'descr': ',f4', 'fortran_order': False, 'shape': (1,)}", "dtype ',f4' is not known"),
+        ("{'descr': '04,f4', 'fortran_order': False, 'shape': (1,)}", "dtype '04,f4' is not known"),
+        ("{'descr': '7}4', 'fortran_order': False, 'shape': (1,)}", "dtype '7}4' is not known"),
+        (f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**30}, 0)}}", "overflows"),
+        (f"{{'descr': '<f4', 'fortran_order': False, 'shape': (1, 0, {10**30})}}", "overflows"),
+        (f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**62 + 5}, 0)}}", "overflows"),
+    ],
+)
+def test_headers_that_numpy_never_wrote_are_refused(tmp_path: Path, header: str, why: str) -> None:
+    (tmp_path / "a.npy").write_bytes(npy(header))
+    write_members(tmp_path / "a.tar", [("0.npy", npy(header))])
+    for path in (tmp_path / "a.npy", tmp_path / "a.tar"):
+        with pytest.raises(HeaderError, match=f"{path}.*{why}"):
+            read(path)
+
+
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 

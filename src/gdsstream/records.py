@@ -36,6 +36,8 @@ RAGGED = "ragged"  # an offset for each record, then as many lengths in bytes
 REFUSED = "refused"  # none: the note says why
 KINDS = (STRIDED, PLACED, RAGGED, REFUSED)
 
+_MAX_RECORDS = 2**62  # records without bytes can be any number
+
 
 class Field(NamedTuple):
     """One field of the records: a record of it is [*shape], or [n, *shape] with an n of its own where it is ragged."""
@@ -134,8 +136,15 @@ class RecordTable:
     def of(cls, shards: Sequence[Shard], fields: Sequence[str] | None = None) -> Self:
         """The table of `shards`; `fields` chooses some, None takes all, which every shard then has to agree on.
 
-        Raises DatasetError where there is no record, where shards disagree or lack a field, or a field cannot be read.
+        Raises DatasetError where there is no record, or more than 2**62, where shards disagree or lack a field, or a
+        field cannot be read.
         """
+        if sum(shard.num_records for shard in shards) > _MAX_RECORDS:
+            most = max(shards, key=lambda shard: shard.num_records)
+            raise DatasetError(
+                f"more than 2**62 records in {len(shards)} shard(s), {most.num_records} of them in {most.path}; "
+                "check what wrote their headers"
+            )
         counts = np.array([shard.num_records for shard in shards], dtype=np.int64)
         starts = np.concatenate(([0], np.cumsum(counts)))
         full = [shard for shard in shards if shard.num_records]

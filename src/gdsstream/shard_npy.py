@@ -119,7 +119,7 @@ def _parse(raw: bytes) -> tuple[str, tuple[int, ...]]:
     """(dtype, shape). ValueError says what is wrong; _Refused what is right, but not for us."""
     try:
         found = ast.literal_eval(raw.decode("utf-8").strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("the header is no dict of descr, fortran_order and shape; the file is damaged")
@@ -132,7 +132,7 @@ def _parse(raw: bytes) -> tuple[str, tuple[int, ...]]:
         raise ValueError(f"the dtype {quote(descr)} is not known; the file is damaged")
     try:
         dtype = np.dtype(descr)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         raise ValueError(f"the dtype {quote(descr)} is not known; the file is damaged") from None
     if dtype.byteorder == ">" and dtype.itemsize > 1:
         raise _Refused(f"is big-endian ({descr}); write it with array.astype({dtype.newbyteorder('<').str!r})")
@@ -141,7 +141,8 @@ def _parse(raw: bytes) -> tuple[str, tuple[int, ...]]:
         raise _Refused(f"has the dtype {descr} ({dtype.name}), which torch cannot hold; write it as another")
     if found["fortran_order"] and len(shape) > 1:
         raise _Refused("is in Fortran order, so that no record lies together; write numpy.ascontiguousarray(array)")
-    if prod(shape) * dtype.itemsize > _MAX_SIZE:
+    # As in numpy, one dimension of 0 does not let the others be of any size.
+    if prod(size or 1 for size in shape) * dtype.itemsize > _MAX_SIZE:
         raise ValueError(f"the shape {quote(shape)} overflows 2**63 - 1 bytes; the file is damaged")
     return name, shape
 
