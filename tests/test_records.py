@@ -144,13 +144,28 @@ def test_a_field_that_was_not_chosen_is_refused() -> None:
 
 def test_the_order_of_chosen_fields_counts() -> None:
     columns = [strided(name=name) for name in "abc"]
-    assert [field.name for field in RecordTable.of([shard(0, 1, *columns)], ["c", "a", "c"]).fields] == ["c", "a"]
+    assert [field.name for field in RecordTable.of([shard(0, 1, *columns)], ["c", "a"]).fields] == ["c", "a"]
     for fields, why in ((["z"], r"shard-0 has no field 'z'; it has 'a', 'b', 'c'"),):
         with pytest.raises(DatasetError, match=why):
             RecordTable.of([shard(0, 1, *columns)], fields)
-    for wrong in ([], "a"):
-        with pytest.raises(ConfigError, match="fields is"):
-            RecordTable.of([shard(0, 1, *columns)], wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ([], "fields is empty"),
+        ("ab", r"for one field write \['ab'\]"),
+        (3, "fields is 3; it has to be a list of names"),
+        (["a", 3], "fields has 3, which is no name"),
+        ([["a"]], r"fields has \['a'\], which is no name"),
+        (["a", "b", "a"], "fields has 'a' twice"),
+        (iter(()), "fields is empty"),
+    ],
+)
+def test_fields_that_are_no_names_are_refused(fields: Any, why: str) -> None:
+    columns = [strided(name=name) for name in "ab"]
+    with pytest.raises(ConfigError, match=why):
+        RecordTable.of([shard(0, 1, *columns)], fields)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_records_come_in_batches(dataset: tuple[ShardDataset, torch.Tensor]) -> 
             assert torch.equal(record, everything[number])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("number", [15, -16, 2**62])
+@pytest.mark.parametrize("number", [15, -16, 2**62, 2**70, -(2**63) - 1])
 def test_a_record_that_does_not_exist_is_an_index_error(
     dataset: tuple[ShardDataset, torch.Tensor], number: int
 ) -> None:

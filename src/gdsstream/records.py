@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -137,7 +137,7 @@ class RecordTable:
         """The table of `shards`; `fields` chooses some, None takes all, which every shard then has to agree on.
 
         Raises DatasetError where there is no record, or more than 2**62, where shards disagree or lack a field, or a
-        field cannot be read.
+        field cannot be read; ConfigError as `chosen_fields`.
         """
         if sum(shard.num_records for shard in shards) > _MAX_RECORDS:
             most = max(shards, key=lambda shard: shard.num_records)
@@ -206,6 +206,23 @@ class RecordTable:
         return Located(shards, offset, np.full(len(records), self._fields[name].record_bytes, dtype=np.int64))
 
 
+def chosen_fields(fields: Iterable[str]) -> list[str]:
+    """The fields that a caller names, in that order. ConfigError unless they are names, at least one and each once."""
+    if isinstance(fields, str):
+        raise ConfigError(f"fields is a list of names; for one field write [{fields!r}]")
+    if not isinstance(fields, Iterable):
+        raise ConfigError(f"fields is {quote(fields)}; it has to be a list of names, or be left out to take all")
+    names = list(fields)
+    if not names:
+        raise ConfigError("fields is empty; name at least one, or leave it out to take all")
+    for at, name in enumerate(names):
+        if not isinstance(name, str):
+            raise ConfigError(f"fields has {quote(name)}, which is no name; it has to be a list of names")
+        if name in names[:at]:
+            raise ConfigError(f"fields has {quote(name)} twice; name each once")
+    return names
+
+
 def _chosen(shards: Sequence[Shard], fields: Sequence[str] | None) -> list[str]:
     if fields is None:
         first = [column.name for column in shards[0].columns]
@@ -223,12 +240,7 @@ def _chosen(shards: Sequence[Shard], fields: Sequence[str] | None) -> list[str]:
                     "write it again, or choose fields that every shard has (fields=[...])"
                 )
         return first
-    if isinstance(fields, str):
-        raise ConfigError(f"fields is a list of names; for one field write [{fields!r}]")
-    names_ = list(dict.fromkeys(fields))
-    if not names_:
-        raise ConfigError("fields is empty; name at least one, or leave it out to take all")
-    return names_
+    return chosen_fields(fields)
 
 
 def _columns(shards: Sequence[Shard], name: str) -> list[Column]:
@@ -336,4 +348,16 @@ def _fingerprint(shards: Sequence[Shard], counts: Words) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["KINDS", "PLACED", "RAGGED", "REFUSED", "STRIDED", "Column", "Field", "Located", "RecordTable", "Shard"]
+__all__ = [
+    "KINDS",
+    "PLACED",
+    "RAGGED",
+    "REFUSED",
+    "STRIDED",
+    "Column",
+    "Field",
+    "Located",
+    "RecordTable",
+    "Shard",
+    "chosen_fields",
+]

@@ -130,13 +130,15 @@ class ShardDataset:
 
     def _numbers(self, indices: Sequence[int]) -> NDArray[np.int64]:
         try:
-            numbers = np.array([operator.index(index) for index in indices], dtype=np.int64)
+            wanted = [operator.index(index) for index in indices]
         except TypeError:
             raise TypeError(f"record numbers are integers, not {_odd(indices)!r}") from None
         count = len(self)
-        bad = (numbers < -count) | (numbers >= count)
-        if bad.any():
-            raise IndexError(f"no record {int(numbers[bad.argmax()])}; there are {count}, counted from 0")
+        # Before they are an array, which holds none beyond 2**63.
+        if wanted and not -count <= min(wanted) <= max(wanted) < count:
+            bad = next(number for number in wanted if not -count <= number < count)
+            raise IndexError(f"no record {bad}; there are {count}, counted from 0")
+        numbers = np.array(wanted, dtype=np.int64)
         return np.where(numbers < 0, numbers + count, numbers)
 
 
