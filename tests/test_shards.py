@@ -394,6 +394,26 @@ def test_where_there_is_no_dataset(
         ShardDataset(f"{tmp_path}/{path}")
 
 
+def test_braces_are_names_or_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    for pattern in ("{000..010}.tar", "shard-{a,b}.tar", "{000..010}-*.tar"):
+        for path in (tmp_path / pattern, [tmp_path / pattern]):
+            with pytest.raises(GdsStreamError, match="; braces are not expanded here: give a glob"):
+                ShardDataset(path)
+    write_npy(tmp_path / "{0..1}.npy", rows(2))
+    assert len(ShardDataset(tmp_path / "{0..1}.npy")) == 2
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path)
+    write_npy(tmp_path / "0.npy", rows(2))
+    os.rename(tmp_path / "0.npy", folder + b"/caf\xe9.npy")
+    for path in (tmp_path, tmp_path / "*.npy", [os.fsdecode(folder + b"/caf\xe9.npy")]):
+        with pytest.raises(DatasetError, match=r"the path b'/.*/caf\\xe9\.npy' of a shard is not UTF-8.*; rename it"):
+            ShardDataset(path)  # type: ignore[arg-type]
+    os.rename(folder + b"/caf\xe9.npy", tmp_path / "café.npy")
+    assert torch.equal(ShardDataset(tmp_path)[1], rows(2)[1])  # type: ignore[arg-type]
+
+
 def test_what_is_no_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.npy").mkdir()
     with pytest.raises(CheckpointError, match=r"folder\.npy is a directory"):

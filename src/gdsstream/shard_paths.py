@@ -9,11 +9,13 @@ import stat
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gdsstream.errors import CheckpointError, ConfigError, DatasetError
-from gdsstream.regular_files import FileStamp, PathLike, absolute, status_of
+from gdsstream.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DatasetError
+from gdsstream.regular_files import FileStamp, PathLike, absolute, quote, status_of
 from gdsstream.shard_formats import EXTENSIONS, FORMATS
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz", ".npz")
+# {000..010} and {train,valid}, as shells and WebDataset expand them.
+_BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
 
 
 class ShardPath(NamedTuple):
@@ -31,8 +33,9 @@ def find_shards(path: PathLike | Sequence[PathLike], format: str | None = None) 
     directory, and all whose names begin with a dot, are none of the dataset. Of a path or glob that names a file,
     `format` decides whatever its extension is.
 
-    Raises DatasetError where there is no shard, or shards of several formats; CheckpointNotFoundError and
-    CheckpointError for a path that does not exist or is no file; ConfigError for what is no path.
+    Raises DatasetError where there is no shard, shards of several formats, or a path that is not UTF-8;
+    CheckpointNotFoundError and CheckpointError for a path that does not exist or is no file; ConfigError for what is no
+    path.
     """
     if isinstance(path, str | os.PathLike):
         name = _absolute(path)
@@ -41,7 +44,7 @@ def find_shards(path: PathLike | Sequence[PathLike], format: str | None = None) 
         elif glob.has_magic(name) and not os.path.lexists(name):
             names = _in_order(each for each in glob.glob(name, recursive=True) if not os.path.isdir(each))
             if not names:
-                raise DatasetError(f"nothing matches {name}; check the pattern")
+                raise DatasetError(f"nothing matches {name}; {_brace_hint(name) or 'check the pattern'}")
         else:
             names = [name]
     elif isinstance(path, Iterable) and not isinstance(path, bytes):
@@ -112,13 +115,31 @@ def _extension(name: str) -> str:
     return (dot + extension).lower()
 
 
+def _brace_hint(path: str) -> str:
+    """What to do about a path that is not there, where it has braces to expand; else nothing."""
+    if not _BRACES.search(path):
+        return ""
+    return "braces are not expanded here: give a glob, such as shard-*.tar, or a list of the files"
+
+
 def _stamp(path: str) -> FileStamp:
-    status = status_of(path)
+    try:
+        status = status_of(path)
+    except CheckpointNotFoundError as error:
+        if hint := _brace_hint(path):
+            raise CheckpointNotFoundError(f"{error}; {hint}") from error
+        raise
     if not stat.S_ISREG(status.st_mode):
         what = (
             "a directory; name the files in it, or open it alone" if stat.S_ISDIR(status.st_mode) else "no regular file"
         )
         raise CheckpointError(f"{path} is {what}; a shard is a file")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise DatasetError(
+            f"the path {quote(os.fsencode(path))} of a shard is not UTF-8, so that it cannot be read; rename it"
+        ) from None
     return FileStamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
