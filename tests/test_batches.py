@@ -10,6 +10,7 @@ import torch
 
 from gdsstream import ConfigError, Jagged
 from gdsstream.batches import BatchLayout, batch_formats, lay_out
+from gdsstream.dtypes import DTYPES
 from gdsstream.records import Field, Located
 
 IMAGE = Field("image", "U8", (2, 3), ragged=False)
@@ -128,6 +129,41 @@ def test_padding_that_the_dtype_would_change_is_refused(dtype: str, pad: float, 
         batch_formats([field], pad)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pad", "held"),
+    [
+        ("F16", 65504, True),
+        ("F16", 1e6, False),
+        ("F16", -1e6, False),
+        ("F16", float("-inf"), True),
+        ("F16", float("nan"), True),
+        ("BF16", 2**1100, False),
+        ("F32", 1e39, False),
+        ("F64", float("inf"), True),
+        ("C64", float("inf"), True),
+        ("C64", 1e39, False),
+        ("F8_E4M3", 448, True),
+        ("F8_E4M3", 1000, False),
+        ("F8_E4M3", float("inf"), False),
+        ("F8_E4M3", float("nan"), True),
+        ("F8_E5M2", float("inf"), True),
+        ("F8_E5M2FNUZ", float("inf"), False),
+        ("F8_E8M0", 0.5, True),
+        ("F8_E8M0", 0, False),
+        ("F8_E8M0", -1.0, False),
+        ("F4", 0, False),
+    ],
+)
+def test_padding_that_a_float_does_not_have_is_refused(dtype: str, pad: float, held: bool) -> None:
+    field = Field("text", dtype, (), ragged=True)
+    if held:
+        form = batch_formats([field], pad)[0]
+        assert np.array_equal(torch.empty(1, dtype=form.dtype).fill_(pad)[0].item(), pad, equal_nan=True)
+        return
+    with pytest.raises(ConfigError, match=f"pad for 'text' is .*, and the field is {dtype}"):
+        batch_formats([field], pad)
+
+
 def test_padding_can_be_chosen_by_field() -> None:
     formats = batch_formats([IMAGE, TEXT, BOXES], {"text": 1})
     assert [form.pad for form in formats] == [None, 1, None]
@@ -167,6 +203,25 @@ def test_a_jagged_padded(jagged: Jagged) -> None:
         assert (row[len(record) :] == -1).all()
     empty = Jagged(torch.zeros(0, 3), torch.zeros(1, dtype=torch.int64))
     assert empty.to_padded().shape == (0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [info.torch_name for info in DTYPES.values() if info.torch_name and info.per_element == 1],
+)
+def test_a_jagged_of_any_dtype_padded(dtype: str) -> None:
+    values = torch.tensor([1, 2, 4, 1, 8]).to(getattr(torch, dtype))
+    padded = Jagged(values, torch.tensor([0, 3, 3, 5])).to_padded(1)
+    assert padded.dtype == values.dtype
+    wanted = torch.tensor([[1, 2, 4], [1, 1, 1], [1, 8, 1]]).to(values.dtype)
+    assert torch.equal(padded.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_gradients_go_through_padding() -> None:
+    values = torch.arange(5.0, requires_grad=True)
+    Jagged(values, torch.tensor([0, 3, 3, 5])).to_padded().square().sum().backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, 2 * torch.arange(5.0))
 
 
 def test_a_jagged_goes_where_tensors_go(jagged: Jagged) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,13 +20,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gdsstream.dtypes import torch_dtype
+from gdsstream.dtypes import DTYPES, torch_dtype
 from gdsstream.errors import ConfigError
 from gdsstream.plan import ReadPlan
 from gdsstream.records import Field, Located
+from gdsstream.regular_files import quote
 
 # Shard numbers up to here are looked up in a table that is made for each batch.
 _LOOKED_UP = 16384
+
+# What index_put does not take, and what has the same bytes; older torch has not all of them.
+_AS_SIGNED = {
+    getattr(torch, name, None): signed
+    for name, signed in (
+        ("uint16", torch.int16),
+        ("uint32", torch.int32),
+        ("uint64", torch.int64),
+        ("float8_e8m0fnu", torch.int8),
+    )
+}
 
 Pad: TypeAlias = float | Mapping[str, float] | None
 
@@ -76,7 +89,11 @@ class Jagged:
         padded = self.values.new_full((len(self), longest, *self.values.shape[1:]), value)
         rows = torch.repeat_interleave(lengths, output_size=len(self.values))
         columns = torch.arange(len(self.values), device=rows.device) - self.offsets[rows]
-        padded[rows, columns] = self.values
+        signed = _AS_SIGNED.get(padded.dtype)
+        if signed is None:
+            padded[rows, columns] = self.values
+        else:  # no gradient goes through a view as another dtype, and none of these has one
+            padded.view(signed)[rows, columns] = self.values.view(signed)
         return padded
 
     def to(self, *arguments: Any, **options: Any) -> Jagged:
@@ -179,17 +196,31 @@ def batch_formats(fields: Sequence[Field], pad: Pad) -> tuple[FieldFormat, ...]:
 
 def _check_pad(form: FieldFormat) -> None:
     """Raise ConfigError where the padding value would become another one."""
-    if form.pad is None or form.dtype.is_floating_point or form.dtype.is_complex:
+    if form.pad is None:
+        return
+    where = f"pad for {form.field.name!r} is {quote(form.pad)}, and the field is {form.field.dtype}"
+    if DTYPES[form.field.dtype].per_element > 1:
+        raise ConfigError(f"{where}, which torch cannot fill; leave it unpadded")
+    if form.dtype.is_floating_point or form.dtype.is_complex:
+        if not _holds(form.dtype, form.pad):
+            bounds = torch.finfo(form.dtype)
+            raise ConfigError(f"{where}; it has to be a number from {bounds.min} to {bounds.max}")
         return
     if form.dtype is torch.bool:
         least, most = 0, 1
     else:
         least, most = torch.iinfo(form.dtype).min, torch.iinfo(form.dtype).max
     if not least <= form.pad <= most or form.pad != int(form.pad):
-        raise ConfigError(
-            f"pad for {form.field.name!r} is {form.pad!r}, and the field is {form.field.dtype}; it has to be a whole "
-            f"number from {least} to {most}"
-        )
+        raise ConfigError(f"{where}; it has to be a whole number from {least} to {most}")
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Whether a floating-point dtype has that number, rounded if need be; not all have infinity, 0 or a sign."""
+    if value == value and abs(value) != inf:
+        return torch.finfo(dtype).min <= value <= torch.finfo(dtype).max
+    # All complex dtypes have both.
+    held = value if dtype.is_complex else torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    return held == value or (held != held and value != value)
 
 
 def lay_out(formats: Sequence[FieldFormat], located: Sequence[Located]) -> BatchLayout:
