@@ -91,7 +91,7 @@ class ShardFormat:
 
 def _whole(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**40:
-        raise ConfigError(f"{name} is {value!r}; it has to be a whole number of tokens, at least 1")
+        raise ConfigError(f"{name} is {quote(value)}; it has to be a whole number of tokens from 1 to 2**40")
     return value
 
 

@@ -1,6 +1,6 @@
 """One .npy array in a file or in a member of a tar: its header, read in place; and the file that it is read from.
 
-Refused is what has no counterpart in torch (structured, object, text, big-endian, 16-byte floats and complex numbers),
+Refused is what safetensors has no dtype for (structured, object, text, big-endian, 16-byte floats and complex numbers),
 and Fortran order, whose records do not lie together.
 """
 
@@ -138,7 +138,7 @@ def _parse(raw: bytes) -> tuple[str, tuple[int, ...]]:
         raise _Refused(f"is big-endian ({descr}); write it with array.astype({dtype.newbyteorder('<').str!r})")
     name = _DTYPES.get(dtype.str[1:])
     if name is None:
-        raise _Refused(f"has the dtype {descr} ({dtype.name}), which torch cannot hold; write it as another")
+        raise _Refused(f"has the dtype {descr} ({dtype.name}), which gdsstream does not read; write it as another")
     if found["fortran_order"] and len(shape) > 1:
         raise _Refused("is in Fortran order, so that no record lies together; write numpy.ascontiguousarray(array)")
     # As in numpy, one dimension of 0 does not let the others be of any size.

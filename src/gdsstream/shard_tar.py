@@ -42,6 +42,10 @@ _MAX_DIGITS = 20  # of a size; 2**63 has 19
 _SUM = struct.Struct("148B8x356B")
 _REGULAR = frozenset(("\0", "0", "7"))
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a pipe"}
+_FOLLOW = {
+    "1": "--hard-dereference",
+    "2": "-h --hard-dereference",
+}  # options of GNU tar that store what a link leads to
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".npz")
 _SIGNATURES = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip",
@@ -119,7 +123,8 @@ def members(file: ShardFile) -> Iterator[Member]:
             raise DatasetError(f"{where} is sparse, so that its bytes do not lie together; write the tar without -S")
         if kind not in _REGULAR and kind != "5":
             what = _KINDS.get(kind, f"of the unknown type {kind!r}")
-            raise DatasetError(f"{where} is {what}; a shard holds files (tar -h follows links)")
+            hint = f" (write the tar with {_FOLLOW[kind]})" if kind in _FOLLOW else ""
+            raise DatasetError(f"{where} is {what}; a shard holds files{hint}")
         # A directory has no data, whatever size its header gives; in old tars only its name tells that it is one.
         directory = kind == "5" or (kind == "\0" and full.endswith("/"))
         offset, name, pax = data + (0 if directory else _padded(nbytes)), "", {}
