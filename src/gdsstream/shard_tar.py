@@ -42,10 +42,8 @@ _MAX_DIGITS = 20  # of a size; 2**63 has 19
 _SUM = struct.Struct("148B8x356B")
 _REGULAR = frozenset(("\0", "0", "7"))
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a pipe"}
-_FOLLOW = {
-    "1": "--hard-dereference",
-    "2": "-h --hard-dereference",
-}  # options of GNU tar that store what a link leads to
+# Options of GNU tar that store what a link leads to; -h alone makes hard links of two links to one file.
+_FOLLOW = {"1": "--hard-dereference", "2": "-h --hard-dereference"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".npz")
 _SIGNATURES = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip",
