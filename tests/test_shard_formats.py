@@ -105,6 +105,15 @@ def test_a_safetensors_shard_can_be_without_records(tmp_path: Path) -> None:
     assert read(write_ragged(tmp_path / "b.safetensors", {"x": [rows(0, 3)]})).num_records == 1
 
 
+def test_a_scalar_beside_the_records_is_refused_when_asked_for(tmp_path: Path) -> None:
+    shard = read(write_safetensors(tmp_path / "a.safetensors", x=rows(3), version=torch.tensor(4)))
+    table = RecordTable.of([shard], ["x"])
+    assert (table.num_records, table.fields) == (3, (Field("x", "I32", (), False),))
+    for chosen in (None, ["version"]):
+        with pytest.raises(DatasetError, match=f"{shard.path}: field 'version' is a scalar.*; or leave the field out"):
+            RecordTable.of([shard], chosen)
+
+
 def ragged_tensors(values: int, *offsets: int) -> dict[str, torch.Tensor]:
     return {"x.values": rows(values, 2), "x.offsets": torch.tensor(offsets, dtype=torch.int64)}
 

@@ -19,13 +19,14 @@ import torch
 from gdsstream.dtypes import DTYPES, torch_shape
 from gdsstream.errors import ConfigError, DatasetError, DtypeError, TruncatedFileError
 from gdsstream.header import TensorSpec, read_file
-from gdsstream.records import RAGGED, STRIDED, Column, Shard, Words
+from gdsstream.records import RAGGED, REFUSED, STRIDED, Column, Shard, Words
 from gdsstream.regular_files import quote
 from gdsstream.shard_npy import ShardFile, read_npy
 from gdsstream.shard_tar import read_tar
 
 EXTENSIONS = {".safetensors": "safetensors", ".npy": "npy", ".bin": "tokens", ".tokens": "tokens", ".tar": "tar"}
 FORMATS = tuple(dict.fromkeys(EXTENSIONS.values()))
+_SCALAR = "is a scalar, which has no record: dimension 0 of a tensor is the record"
 _OPTIONS = ("dtype", "record_length", "stride")
 
 
@@ -130,6 +131,7 @@ def read_safetensors(path: str) -> Shard:
         raise DatasetError(f"{path} has no tensor; a shard holds at least one")
     by_name = {spec.name: spec for spec in specs}
     columns: list[Column] = []
+    scalars: list[Column] = []
     counts: dict[str, int] = {}
     for spec in specs:
         base, _, part = spec.name.rpartition(".")
@@ -137,10 +139,15 @@ def read_safetensors(path: str) -> Shard:
             column, count = _ragged(path, base, spec, by_name[f"{base}.offsets"], by_name)
         elif part == "offsets" and f"{base}.values" in by_name:
             continue
+        elif not spec.shape:
+            scalars.append(Column(spec.name, spec.dtype, (), REFUSED, np.empty(0, dtype=np.int64), _SCALAR))
+            continue
         else:
             column, count = _rows(path, spec)
         columns.append(column)
         counts[column.name] = count
+    if not columns:
+        raise DatasetError(f"{path}: tensor {quote(scalars[0].name)} {_SCALAR}, and no other has one")
     first = columns[0].name
     for name, count in counts.items():
         if count != counts[first]:
@@ -148,12 +155,10 @@ def read_safetensors(path: str) -> Shard:
                 f"{path}: field {quote(name)} has {count} records, but {quote(first)} has {counts[first]}; "
                 "dimension 0 of every tensor of a shard is the record"
             )
-    return Shard(path, file.stamp, counts[first], tuple(sorted(columns, key=lambda column: column.name)))
+    return Shard(path, file.stamp, counts[first], tuple(sorted(columns + scalars, key=lambda column: column.name)))
 
 
 def _rows(path: str, spec: TensorSpec) -> tuple[Column, int]:
-    if not spec.shape:
-        raise DatasetError(f"{path}: tensor {quote(spec.name)} is a scalar; dimension 0 of a tensor is the record")
     count = spec.shape[0]
     words = np.array([spec.offset, spec.nbytes // count if count else 0], dtype=np.int64)
     return Column(spec.name, spec.dtype, _row_shape(path, spec), STRIDED, words), count
