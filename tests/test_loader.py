@@ -360,7 +360,9 @@ def test_arguments_are_attributes(mixed: Path, make: Loader) -> None:
     assert {name: getattr(loader, name) for name in options} == options
     assert isinstance(loader.dataset, ShardDataset)
     assert loader.device == torch.device("cpu")
-    assert loader.batch_sampler is None
+    assert len(loader.batch_sampler) == len(loader)
+    with pytest.raises(ConfigError, match=r"accelerator\.prepare\(loader\) leaves it as it is"):
+        iter(loader.batch_sampler)
     assert make(mixed).shuffle == "none"
     assert isinstance(make(mixed).sampler, SequentialSampler)
     assert not isinstance(make(mixed, shuffle=True).sampler, SequentialSampler)

@@ -142,6 +142,23 @@ def test_a_batch_of_nothing_but_lost_records_is_left_out(shards: Path, make: Loa
     assert loader.epoch == 1, "the epoch is over, although its last batch came to nothing"
 
 
+@pytest.mark.parametrize("prefetch_batches", [0, 5])
+def test_an_endless_loader_says_that_nothing_is_left(shards: Path, make: Loader, prefetch_batches: int) -> None:
+    """Once an epoch, and it goes on when the shards are back."""
+    loader = make(shards, 5, shuffle=True, on_error="skip", epochs=None, prefetch_batches=prefetch_batches)
+    away = shards.with_name("away")
+    shards.rename(away)
+    batches = iter(loader)
+    for epoch in range(2):
+        with pytest.raises(ReadError, match=f"epoch {epoch} is over, and none of its records could be read"):
+            next(batches)
+        assert loader.stats().skipped_records == (epoch + 1) * 4 * COUNT
+        assert loader.stats().failed_batches == epoch + 1
+    away.rename(shards)
+    assert [len(next(batches)) for _ in range(20)].count(5) > 10
+    assert loader.epoch >= 2
+
+
 def test_a_shard_is_lost_while_the_next_epoch_is_read_ahead(shards: Path, make: Loader) -> None:
     loader = make(shards, 4, on_error="skip", epochs=2, prefetch_batches=6)
     batches = iter(loader)

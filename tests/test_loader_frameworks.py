@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from shard_files import rows, write_ragged, write_safetensors
 from support import run_python
 
-from gdsstream import Jagged, ShardDataset, ShardLoader
+from gdsstream import ConfigError, Jagged, ShardDataset, ShardLoader
 
 COUNT = 22
 
@@ -172,6 +174,80 @@ def test_accelerate_leaves_it_as_it_is(shards: Path) -> None:
     assert loader.stats().batches == 12
     loader.close()
     assert seen == list(itertools.chain(*epochs_of(shards, 2)))
+
+
+def test_accelerate_accumulates_as_with_a_dataloader(shards: Path) -> None:
+    """An epoch's last group of batches is a step of its own, however small."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+
+    def steps(loader: Any, epochs: int, stop: int | None = None) -> list[bool]:
+        accelerator.step = 0
+        model = torch.nn.Linear(1, 1)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6), loader)
+        seen = []
+        for _ in range(epochs):
+            for batch in itertools.islice(loader, stop):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch["x"]).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(accelerator.sync_gradients)
+        return seen
+
+    theirs = torch.utils.data.DataLoader(ShardDataset(shards), 4)  # type: ignore[arg-type]
+    expected = steps(theirs, 3)
+    assert expected == [False, False, False, True, False, True] * 3
+    state = accelerator.gradient_state
+    with open_loader(shards) as loader, open_loader(shards, epochs=3) as long:
+        assert steps(loader, 3) == expected
+        assert steps(long, 1) == expected
+        assert not state.in_dataloader
+        assert steps(loader, 1, 5) == [False, False, False, True, False]
+        batches = iter(loader)
+        assert not state.in_dataloader, "an iterator that was left is given up with the next one"
+        next(batches)
+        assert state.in_dataloader
+        del batches
+        assert not state.in_dataloader
+
+
+@pytest.mark.parametrize(
+    ("options", "remainder"),
+    [
+        ({}, 0),
+        ({"rank": 1, "world_size": 2}, 0),
+        ({"rank": 1, "world_size": 3}, -1),
+        ({"rank": 1, "world_size": 3, "partition": "drop"}, 0),
+        ({"rank": 1, "world_size": 2, "shuffle": False, "sampler": range(5)}, -1),
+    ],
+)
+def test_accelerate_is_told_what_can_be_cut(shards: Path, options: dict[str, Any], remainder: int) -> None:
+    """22 records: with three ranks, two come twice, and accelerate says that it leaves them in."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    with open_loader(shards, **options) as loader:
+        for number, _ in enumerate(loader, 1):
+            assert accelerator.gradient_state.remainder == remainder
+            assert accelerator.gradient_state.end_of_dataloader == (number == len(loader))
+
+
+def test_what_accelerate_cannot_be_told_is_said_once(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate.state", ModuleType("accelerate.state"))
+    with open_loader(shards) as loader:
+        assert len(list(loader)) == 6
+    assert sum("accelerate is not told" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_accelerate_takes_no_loader_apart(shards: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    with open_loader(shards) as loader:
+        for other in (accelerator.prepare_data_loader(loader), accelerate.skip_first_batches(loader, 2)):
+            with pytest.raises(ConfigError, match="load_state_dict goes on"):
+                list(other)
 
 
 # ---- torch.distributed

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -148,6 +149,42 @@ def test_several_epochs(dataset: ShardDataset) -> None:
             next(batches)
         endless.load_state_dict(endless.state_dict())
         assert records(itertools.islice(iter(endless), 13)) == everything[11:24]
+
+
+def test_a_state_does_not_bring_the_number_of_epochs(dataset: ShardDataset) -> None:
+    """One that resumes runs through as many as it has itself, counted from where the first iterator began."""
+    with open_loader(dataset, epochs=6) as loader:
+        everything = records(loader)
+    per_epoch = len(everything) // 6
+
+    def rest(saved: int | None, here: int | None, taken: int, limit: int | None = None) -> list[list[int]]:
+        with open_loader(dataset, epochs=saved) as loader:
+            batches = iter(loader)
+            for _ in range(taken):
+                next(batches)
+            state = through_json(loader.state_dict())
+        with open_loader(dataset, epochs=here) as loader:
+            loader.load_state_dict(state)
+            return records(itertools.islice(iter(loader), limit))
+
+    assert rest(1, 3, 5) == everything[5 : 3 * per_epoch]
+    assert rest(3, 1, per_epoch + 2) == everything[per_epoch + 2 : 2 * per_epoch], "the epoch it is in is finished"
+    assert rest(1, None, 5, 20) == everything[5:25]
+    assert rest(None, 2, 5) == everything[5 : 2 * per_epoch]
+
+
+@pytest.mark.parametrize("name", ["seed", "block_records", "window_blocks", "batch_size", "prefetch_batches", "epochs"])
+def test_states_are_plain_whatever_the_numbers_were(dataset: ShardDataset, name: str) -> None:
+    with (
+        open_loader(dataset, **{"shuffle": "block", name: np.int64(3)}) as loader,
+        open_loader(dataset, **{"shuffle": "block", name: 3}) as other,
+    ):
+        loader.set_epoch(np.int64(1))  # type: ignore[arg-type]
+        next(iter(loader))
+        state = through_json(loader.state_dict())
+        assert {type(value) for value in loader.state_dict().values()} <= {str, int, type(None)}
+        other.load_state_dict(state)
+        assert other.epoch == 1
 
 
 @pytest.mark.parametrize("which", ["sampler", "batch_sampler"])
@@ -297,13 +334,14 @@ def test_states_of_other_datasets_are_refused(dataset: ShardDataset, tmp_path: P
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"position": -1}, "position is -1"),
         ({"position": COUNT + 1}, "position is 30, and an epoch has 29"),
         ({"position": 1.5}, "position is 1.5"),
         ({"epoch": "1"}, "epoch is '1'"),
         ({"batches": True}, "batches is True"),
-        ({"until": -3}, "until is -3"),
+        ({"first_epoch": -3}, "first_epoch is -3"),
+        ({"checksum": "0"}, "checksum is '0'"),
     ],
 )
 def test_damaged_states_are_refused(dataset: ShardDataset, values: dict[str, Any], message: str) -> None:
@@ -311,7 +349,7 @@ def test_damaged_states_are_refused(dataset: ShardDataset, values: dict[str, Any
         loader.load_state_dict(changed(loader.state_dict(), **values))
 
 
-@pytest.mark.parametrize("state", [None, [], "state", {}, {"version": 1, "epoch": 3}])
+@pytest.mark.parametrize("state", [None, [], "state", {}, {"version": 2, "epoch": 3}])
 def test_what_is_no_state_is_refused(dataset: ShardDataset, state: Any) -> None:
     with open_loader(dataset) as loader, pytest.raises(LoaderStateError):
         loader.load_state_dict(state)
@@ -319,5 +357,6 @@ def test_what_is_no_state_is_refused(dataset: ShardDataset, state: Any) -> None:
 
 def test_a_state_and_back() -> None:
     order = Order("abc", 10, -3, "block", 4, 5)
-    for progress in (Progress(), Progress(3, 10, 2, 7, 4)):
-        assert from_state(through_json(to_state(order, progress)), order) == progress
+    for progress in (Progress(), Progress(3, 10, 2, 7, 4, 99)):
+        assert from_state(through_json(to_state(order, progress, 2, 1)), order, 2, 1) == progress
+        assert from_state(to_state(order, progress, 2, 1), order, 2, 0) == progress._replace(checksum=None)

@@ -1,4 +1,5 @@
-"""What a loader's own order looks like to those who know samplers: `loader.sampler`, as every DataLoader has one.
+"""What a loader's own order looks like to those who know samplers: `loader.sampler`, as every DataLoader has one, and
+`loader.batch_sampler`.
 
 Lightning, for one, calls its `set_epoch` before each epoch.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch.utils.data import Sampler, SequentialSampler
 
-from gdsstream.errors import EngineClosedError
+from gdsstream.errors import ConfigError, EngineClosedError
 from gdsstream.sampling import BatchPlan, EpochOrder, Shuffle
 from gdsstream.shards import ShardDataset
 
@@ -70,4 +71,25 @@ def epoch_sampler(loader: Ordered) -> EpochSampler:
     return _Sequential(loader) if loader.shuffle == "none" else EpochSampler(loader)
 
 
-__all__ = ["EpochSampler", "epoch_sampler"]
+class OwnBatches(Sampler[list[int]]):
+    """Stands where a DataLoader has a batch sampler. Who builds another DataLoader of it would read without what the
+    loader is for, and without its transform, and is told so."""
+
+    def __init__(self, loader: Any) -> None:
+        self._length = weakref.WeakMethod(loader.__len__)
+
+    def __len__(self) -> int:
+        length = self._length()
+        if length is None:
+            raise EngineClosedError("the loader of this batch sampler is gone; keep a reference to it")
+        return int(length())
+
+    def __iter__(self) -> NoReturn:
+        raise ConfigError(
+            "a DataLoader built of a ShardLoader's parts would read without the native engine and without its "
+            "transform. Iterate the ShardLoader itself: accelerator.prepare(loader) leaves it as it is, and "
+            "load_state_dict goes on in the middle of an epoch, where skip_first_batches would skip"
+        )
+
+
+__all__ = ["EpochSampler", "OwnBatches", "epoch_sampler"]

@@ -168,7 +168,8 @@ class SamplerFeed:
     """Batches that a sampler or a batch sampler gives, as torch's DataLoader takes them.
 
     What was seen before the first place is asked for again and skipped: a sampler has to repeat itself for an epoch, as
-    one does that has a seed and set_epoch.
+    one does that has a seed and set_epoch. It is told of the first epoch only where `tell` is true, as a DataLoader
+    leaves that to its caller, and of each one after it.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class SamplerFeed:
         batch_sampler: Iterable[Sequence[int]] | None,
         batch_size: int,
         drop_last: bool,
+        tell: bool,
     ) -> None:
         self._locate = locate
         self._num_records = num_records
@@ -187,6 +189,7 @@ class SamplerFeed:
         self._batch_sampler = batch_sampler
         self._batch_size = batch_size
         self._drop_last = drop_last
+        self._tell = tell
         self._pass: SamplerPass | None = None
 
     def batches_per_epoch(self) -> int:
@@ -195,43 +198,42 @@ class SamplerFeed:
         count = len(self._sampler)  # type: ignore[arg-type]
         return count // self._batch_size if self._drop_last else -(-count // self._batch_size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, where it wants to know."""
-        for sampler in (self._sampler, self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
-            tell = getattr(sampler, "set_epoch", None)
-            if callable(tell):
-                tell(epoch)
-
     def at(self, place: Progress) -> Work | None:
         while place.until is None or place.epoch < place.until:
-            indices, last = self._batch(place)
+            given, indices, last = self._batch(place)
             if indices is not None:
                 records = self._records(indices)
-                after = Progress(place.epoch, 0, place.batches + 1, place.samples + len(records), place.until)
+                checksum = given.checksum(1 if self._batch_sampler is not None else len(records))
+                after = Progress(place.epoch, 0, place.batches + 1, place.samples + len(records), place.until, checksum)
                 return Work(records, self._locate(records), place.epoch, place.batches, after, last)
             if not place.batches and place.until is None:
                 return None
             place = Progress(place.epoch + 1, until=place.until)
         return None
 
-    def _batch(self, place: Progress) -> tuple[Sequence[int] | None, bool]:
-        """The batch at a place of its epoch, or None behind the last one; and whether it is the last."""
+    def _batch(self, place: Progress) -> tuple[SamplerPass, Sequence[int] | None, bool]:
+        """The batch at a place of its epoch, or None behind the last one, and its pass; and whether it is the last."""
         if self._batch_sampler is not None:
-            given = self._pass_of(place.epoch, self._batch_sampler, place.batches)
+            given = self._pass_of(place, self._batch_sampler, place.batches)
             batches = given.items(place.batches, 1, 1)
-            return (batches[0] if batches else None), len(batches) < 2 and given.error is None
+            return given, (batches[0] if batches else None), len(batches) < 2 and given.error is None
         assert self._sampler is not None
-        given = self._pass_of(place.epoch, self._sampler, place.samples)
+        given = self._pass_of(place, self._sampler, place.samples)
         least = self._batch_size if self._drop_last else 1  # of a batch
         indices = given.items(place.samples, self._batch_size, least)
         if len(indices) < least:
-            return None, True
-        return indices[: self._batch_size], len(indices) < self._batch_size + least and given.error is None
+            return given, None, True
+        return given, indices[: self._batch_size], len(indices) < self._batch_size + least and given.error is None
 
-    def _pass_of(self, epoch: int, sampler: Iterable[Any], first: int) -> SamplerPass:
-        if self._pass is None or self._pass.epoch != epoch:
-            self._pass = SamplerPass(epoch, sampler, first, self.set_epoch)
+    def _pass_of(self, place: Progress, sampler: Iterable[Any], first: int) -> SamplerPass:
+        if self._pass is None or self._pass.epoch != place.epoch:
+            tell = self._tell_epoch if self._tell or self._pass is not None else None
+            self._pass = SamplerPass(place.epoch, sampler, first, place.checksum, tell)
         return self._pass
+
+    def _tell_epoch(self, epoch: int) -> None:
+        for sampler in told_samplers(self._sampler, self._batch_sampler):
+            sampler.set_epoch(epoch)
 
     def _records(self, indices: Any) -> NDArray[np.int64]:
         records = np.array(indices)
@@ -247,4 +249,10 @@ class SamplerFeed:
         return records if least >= 0 else np.where(records < 0, records + self._num_records, records)
 
 
-__all__ = ["Feed", "Locator", "OrderFeed", "SamplerFeed", "Work"]
+def told_samplers(sampler: object, batch_sampler: object) -> list[Any]:
+    """Those of the caller's that want to know which epoch it is."""
+    given = (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [each for each in given if callable(getattr(each, "set_epoch", None))]
+
+
+__all__ = ["Feed", "Locator", "OrderFeed", "SamplerFeed", "Work", "told_samplers"]

@@ -28,7 +28,7 @@ from gdsstream.batches import Pad, batch_formats
 from gdsstream.config import StreamConfig
 from gdsstream.devices import default_device, parse_device
 from gdsstream.engine import merge
-from gdsstream.errors import ConfigError, EngineClosedError
+from gdsstream.errors import EngineClosedError
 from gdsstream.feed import Locator
 from gdsstream.loader_arguments import (
     check_arguments,
@@ -36,6 +36,7 @@ from gdsstream.loader_arguments import (
     draw_seed,
     open_dataset,
     split_knobs,
+    whole,
 )
 from gdsstream.loader_engine import LoaderEngine, close_at_exit
 from gdsstream.loader_iterator import LoaderIterator
@@ -64,7 +65,8 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         shuffle: False or "none", True or "full" (every record anywhere), or "block": large reads, shuffled inside
             windows of `window_blocks` blocks of `block_records` records, themselves shuffled.
         sampler, batch_sampler: as a DataLoader's: what gives record numbers, or lists of them, for this rank. Ranks are
-            then the sampler's business, and resuming needs one that repeats itself.
+            then the sampler's business, and so is which epoch it gives; it is told where `set_epoch`, a state or
+            `epochs` say so. Resuming needs one that repeats itself, and fails where it does not.
         collate_fn: called with the list of a batch's samples (views of its rows, on the device), before `transform`.
         drop_last: leave the last batch out where it is not full.
         generator: what the seed is drawn from, once, where `seed` is not given.
@@ -98,7 +100,8 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
     builds a DataLoader of a loader's parts, as accelerate's skip_first_batches does, fails: go on with a state instead.
 
     Each epoch that comes to its end advances `epoch`; an iterator begins its epoch at the beginning, but once after
-    `load_state_dict`, where it goes on. One iterator is live at a time: a new one ends the one before. Not thread-safe.
+    `load_state_dict`, where it goes on: a loop that leaves each epoch early sees its first batches again, unless it
+    calls `set_epoch`. One iterator is live at a time: a new one ends the one before. Not thread-safe.
 
     Raises:
         DatasetError, CheckpointError and their kinds: see ShardDataset. ConfigError: arguments that do not fit.
@@ -107,8 +110,8 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         (KeyboardInterrupt, or what else is no Exception) it goes on with the same batch, and nothing is lost, repeated
         or changed; collate_fn and transform get a batch anew that was read again, where the interrupt hit them. A
         sampler whose generator it hit is asked again, and a ConfigError where that gives other records than before.
-        LoaderStateError: a state of another dataset or order. ForkedProcessError: used in a child of the process that
-        reads on a GPU. EngineClosedError: after `close`.
+        LoaderStateError: a state of another dataset or order; from `next`, of a sampler that gives other records.
+        ForkedProcessError: used in a child of the process that reads on a GPU. EngineClosedError: after `close`.
     """
 
     # Some look here before they decide how to treat a loader, or make another one with the same arguments.
@@ -175,24 +178,26 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         chosen = [table.field(name) for name in fields] if fields is not None else list(table.fields)
         self._formats = batch_formats(chosen, pad)
         self._locate = Locator(table, [field.name for field in chosen])
-        self.batch_size = batch_size if batch_sampler is None else None
+        self.batch_size = whole("batch_size", batch_size, 1) if batch_sampler is None else None
         self.shuffle = checked_shuffle(shuffle)
-        self.batch_sampler = batch_sampler
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self.generator = generator
         self.seed = draw_seed(seed, generator)
-        ahead = default_prefetch(self._formats, batch_size or 1) if prefetch_batches is None else prefetch_batches
-        self.prefetch_batches = ahead
+        self.prefetch_batches = (
+            default_prefetch(self._formats, self.batch_size or 1)
+            if prefetch_batches is None
+            else whole("prefetch_batches", prefetch_batches, 0)
+        )
         self.partition: Partition = partition
         self.fields = tuple(field.name for field in chosen)
         self.transform = transform
         self.pad = pad
         self.borrow = borrow
-        self.epochs = epochs
+        self.epochs = None if epochs is None else whole("epochs", epochs, 1)
         self.on_error = on_error
-        self.block_records = BLOCK_RECORDS if block_records is None else block_records
-        self.window_blocks = WINDOW_BLOCKS if window_blocks is None else window_blocks
+        self.block_records = BLOCK_RECORDS if block_records is None else whole("block_records", block_records, 1)
+        self.window_blocks = WINDOW_BLOCKS if window_blocks is None else whole("window_blocks", window_blocks, 1)
         self._wanted_device = default_device() if device is None else device
         target = parse_device(self._wanted_device)
         self.config = merge(config, knobs, path=self.dataset.paths[0], device=target, native=True)
@@ -200,16 +205,17 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
             # What the windows are read ahead into.
             self.config = replace(self.config, direct_io=False)
         self._given_ranks = (rank, world_size)
-        self._sampler = sampler
+        self._sampler, self._batch_sampler = sampler, batch_sampler
         self._engine = LoaderEngine(self.dataset, self._wanted_device, self.config)
         self._standing = Standing(Progress())
         self._resumed = False  # a state was loaded, and no iterator has begun since
         self._wanted_epoch: int | None = None  # by set_epoch, for the iterator after this one
+        self._told = False  # which epoch the next iterator begins with, by set_epoch or a state
         self._stats = LoaderStats()
         self._said: set[str] = set()
         close_at_exit(self)
         self.order_of(0)  # refuses what no order can be made of
-        if batch_sampler is None and sampler is None:
+        if not self._sampled:
             self._feed(reading=False)
 
     # ---- iterating
@@ -221,13 +227,16 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         if self._wanted_epoch is not None:
             progress = self._whole(self._wanted_epoch)
         elif not self._resumed:
-            # An epoch that was not finished begins anew; one that was is over.
-            progress = self._whole(progress.epoch + self._standing.over)
+            # An epoch that was not finished begins anew; one that was is over. A sampler's epoch is its caller's.
+            own = None if self._told else self._sampler_epoch()
+            progress = self._whole(progress.epoch + self._standing.over if own is None else own)
         elif progress.until is None:
             progress = progress._replace(until=self._whole(progress.epoch).until)
-        standing = Standing(progress)
-        iterator = LoaderIterator(self, self._prefetcher(), self._feed(), standing, self.prefetch_batches, self._stats)
-        self._standing, self._resumed, self._wanted_epoch = standing, False, None
+        standing, feed = Standing(progress), self._feed(tell=self._told)
+        iterator = LoaderIterator(
+            self, self._prefetcher(), feed, standing, self.prefetch_batches, self._stats, padded=self._padded
+        )
+        self._standing, self._resumed, self._wanted_epoch, self._told = standing, False, None, False
         self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -244,18 +253,18 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Let the next iterator read epoch `epoch`. One that has handed out a batch goes on undisturbed; one that has
         not begins `epoch`. What `load_state_dict` loaded stays, where it is of this epoch. Raises ConfigError."""
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
-            raise ConfigError(f"epoch is {epoch!r}; it has to be a whole number, at least 0")
-        live = self._live()
+        epoch, live, self._told = whole("epoch", epoch, 0), self._live(), True
         if live is not None and live.begun:
             self._wanted_epoch = epoch
             return
         if epoch == self.epoch and not self._standing.over:
+            self._told = live is None
             return
         progress = Progress(epoch) if live is None else self._whole(epoch)
         self._standing.progress, self._standing.over, self._resumed = progress, False, False
         if live is not None:
-            live.restart(self._feed())
+            live.restart(self._feed(tell=True))
+            self._told = False
 
     # ---- state
 
@@ -265,13 +274,13 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         Any rank's state does for all ranks, of which there may be others and with another batch_size when it is loaded
         (with samplers: the same). Take it when all ranks were given equally many batches.
         """
-        return to_state(self._order(), self._standing.progress)
+        return to_state(self._order(), self._standing.progress, self.epochs, self._sampler_rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the next iterator. Raises LoaderStateError, naming what differs."""
-        progress = from_state(state_dict, self._order())
+        progress = from_state(state_dict, self._order(), self.epochs, self._sampler_rank)
         self._end_iterator()
-        self._standing, self._resumed, self._wanted_epoch = Standing(progress), True, None
+        self._standing, self._resumed, self._wanted_epoch, self._told = Standing(progress), True, None, True
 
     # ---- where and who
 
@@ -321,7 +330,7 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         ]
         parts += [
             f"{name}=..."
-            for name, given in (("sampler", self._sampler), ("batch_sampler", self.batch_sampler))
+            for name, given in (("sampler", self._sampler), ("batch_sampler", self._batch_sampler))
             if given is not None
         ]
         rank, world_size = self._given_ranks

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields as knobs_of
-from typing import Any, get_args
+from operator import index
+from typing import Any, SupportsIndex, get_args
 
 import torch
 
 from gdsstream.batches import FieldFormat
 from gdsstream.config import StreamConfig, nearest
 from gdsstream.errors import ConfigError
+from gdsstream.permutation import checked_integer
 from gdsstream.regular_files import PathLike
 from gdsstream.sampling import Partition, checked_shuffle
 from gdsstream.shards import ShardDataset
@@ -59,15 +61,15 @@ def check_arguments(
             "batch_size is None, which would read records one by one; give batch_size=1, or iterate a ShardDataset"
         )
     if batch_size is not None:
-        _whole("batch_size", batch_size, 1)
+        whole("batch_size", batch_size, 1)
     if prefetch_batches is not None:
-        _whole("prefetch_batches", prefetch_batches, 0)
+        whole("prefetch_batches", prefetch_batches, 0)
     if epochs is not None:
-        _whole("epochs", epochs, 1)
+        whole("epochs", epochs, 1)
     if rank is not None:
-        _whole("rank", rank, 0)
+        whole("rank", rank, 0)
     if world_size is not None:
-        _whole("world_size", world_size, 1)
+        whole("world_size", world_size, 1)
     if rank is not None or world_size is not None:
         ranks_here(rank, world_size)  # type: ignore[arg-type]
     for name, value in (("drop_last", drop_last), ("borrow", borrow)):
@@ -132,9 +134,9 @@ def open_dataset(
 
 
 def draw_seed(seed: int | None, generator: torch.Generator | None) -> int:
-    """The seed: as given, or drawn from a generator, or 0."""
+    """The seed: as given, or drawn from a generator, or 0. An int, for states."""
     if seed is not None:
-        return seed
+        return checked_integer("seed", seed, -(2**63), 2**64 - 1)
     if generator is None:
         return 0
     return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator).item())
@@ -167,9 +169,11 @@ def ranks_here(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def _whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def whole(name: str, value: object, least: int) -> int:
+    """An int, also of what only acts as one (numpy's, but no bool). Raises ConfigError below `least`."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool) or index(value) < least:
         raise ConfigError(f"{name} is {value!r}; it has to be a whole number, at least {least}")
+    return index(value)
 
 
-__all__ = ["check_arguments", "default_prefetch", "draw_seed", "open_dataset", "ranks_here", "split_knobs"]
+__all__ = ["check_arguments", "default_prefetch", "draw_seed", "open_dataset", "ranks_here", "split_knobs", "whole"]

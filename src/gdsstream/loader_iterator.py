@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from gdsstream.accelerate_state import AccelerateState
 from gdsstream.batch_reader import Flight
 from gdsstream.engine.base import check_process
-from gdsstream.errors import EngineClosedError
+from gdsstream.errors import EngineClosedError, ReadError
 from gdsstream.feed import Feed, Work
 from gdsstream.loader_state import Progress, Standing
 from gdsstream.loader_stats import LoaderStats
@@ -32,7 +33,7 @@ class LoaderIterator:
     closes itself at its end.
 
     After an error `next` goes on with the batch behind the one that failed; after an interrupt, with the same one.
-    `begun` says whether a batch was asked for.
+    `begun` says whether a batch was asked for; `padded` whether records come twice at an epoch's end.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class LoaderIterator:
         standing: Standing,
         depth: int,
         stats: LoaderStats,
+        *,
+        padded: bool,
     ) -> None:
         self._pid = os.getpid()
         self._owner = owner
@@ -55,6 +58,8 @@ class LoaderIterator:
         self._closed = False
         self._released = False
         self._done = False
+        self._nothing = False  # since the epoch began, no record could be read
+        self._accelerate = AccelerateState(padded=padded)
         self._settled = False  # the last call came to its end, and left no flight that is not begun
         self.begun = False
         self._begin(feed)
@@ -64,13 +69,11 @@ class LoaderIterator:
 
     def __next__(self) -> Any:
         check_process(self._pid, "loader's iterator")
-        if self._closed:
-            if self._done:
-                self.close()
-                raise StopIteration
-            raise EngineClosedError(
-                "this iterator was ended: its loader was closed, or iterated anew, or given a state"
-            )
+        if self._done:
+            self.close()
+            raise StopIteration
+        self._check_open()
+        self._accelerate.begin()
         started, stalled = time.perf_counter(), self._stats.stall_s
         self.begun = True
         try:
@@ -88,6 +91,7 @@ class LoaderIterator:
             if flight.failure is not None:
                 raise flight.failure
             standing.progress, standing.over = work.after, work.last
+            self._accelerate.end_of_dataloader = work.last
             return batch
         except BaseException as error:
             if error is not flight.failure:
@@ -105,6 +109,7 @@ class LoaderIterator:
         if self._released or self._pid != os.getpid():
             return
         self._closed = True
+        self._accelerate.end()
         try:
             self._retire()
             self._drop_all()
@@ -118,6 +123,12 @@ class LoaderIterator:
     def __del__(self) -> None:
         if hasattr(self, "begun"):
             self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError(
+                "this iterator was ended: its loader was closed, or iterated anew, or given a state"
+            )
 
     def _begin(self, feed: Feed) -> None:
         self._feed = feed
@@ -135,15 +146,25 @@ class LoaderIterator:
             if not self._flights:
                 self._end()
             self._prefetcher.finish_landed(self._flights)
+            self._check_open()
             flight = self._flights[0]
             try:
                 self._prefetcher.make_ready(flight)
             except Exception as error:
                 flight.failure = error
+            self._check_open()  # a transform may have ended this
+            work = flight.work
+            self._nothing = flight.empty and (self._nothing or not work.number)
+            if self._nothing and work.last and work.after.until is None:
+                self._count(flight)
+                flight.failure = ReadError(
+                    f"epoch {work.epoch} is over, and none of its records could be read: all of its shards are skipped "
+                    '(on_error="skip"), the log says why; bring them back, or make a loader of what is there'
+                )
             if flight.failure is not None or flight.num_records:
                 return flight
             self._count(flight)
-            self._standing.progress, self._standing.over = flight.work.after, flight.work.last
+            self._standing.progress, self._standing.over = work.after, work.last
             self._current = flight
 
     def _top_up(self, wanted: int) -> None:

@@ -2,7 +2,8 @@
 
 A state names the next batch that nobody has seen: batches that were read ahead do not count. For the loader's own
 orders it is a position in the epoch's global order, common to all ranks, so that any number of ranks can go on from it.
-A sampler's order is known only to the sampler: what it gave is counted, and skipped on the way back.
+A sampler's order is known only to the sampler: what it gave is counted, and skipped on the way back, once it is seen
+to be the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gdsstream.errors import LoaderStateError
 
-VERSION = 1
+VERSION = 2
 
 
 class Progress(NamedTuple):
@@ -25,6 +26,7 @@ class Progress(NamedTuple):
         batches: how many batches of the epoch this rank was given.
         samples: how many records that were.
         until: the epoch in front of which the present iterator ends; None where none began, or it has no end.
+        checksum: of what a sampler gave in the epoch, as SamplerPass makes it; None where that is not known.
     """
 
     epoch: int = 0
@@ -32,6 +34,7 @@ class Progress(NamedTuple):
     batches: int = 0
     samples: int = 0
     until: int | None = None
+    checksum: int | None = 0
 
 
 @dataclass(slots=True)
@@ -68,13 +71,24 @@ _NAMES = {
 }
 
 
-def to_state(order: Order, progress: Progress) -> dict[str, Any]:
-    """A state: a dict of str, int, bool and None, for torch.save, JSON or anything else."""
-    return {"version": VERSION, **order._asdict(), **progress._asdict()}
+#: What a state has beside the order.
+_PLACE = ("epoch", "position", "batches", "samples", "first_epoch", "checksum", "sampler_rank")
 
 
-def from_state(state: object, order: Order) -> Progress:
-    """What `to_state` made, where it belongs to `order`.
+def to_state(order: Order, progress: Progress, epochs: int | None, sampler_rank: int | None) -> dict[str, Any]:
+    """A state: a dict of str, int, bool and None, for torch.save, JSON or anything else.
+
+    epochs: how many the present iterator runs through. sampler_rank: whose share a sampler gives; None without one.
+    """
+    epoch, position, batches, samples, until, checksum = progress
+    first = None if until is None or epochs is None else until - epochs
+    place = dict(zip(_PLACE, (epoch, position, batches, samples, first, checksum, sampler_rank), strict=True))
+    return {"version": VERSION, **order._asdict(), **place}
+
+
+def from_state(state: object, order: Order, epochs: int | None, sampler_rank: int | None) -> Progress:
+    """What `to_state` made, where it belongs to `order`. Of the iterator's `epochs` those are left that were not begun,
+    and the present one. What another rank's sampler gave is not known here.
 
     Raises LoaderStateError that names everything that differs, as "saved -> here", or is no state at all.
     """
@@ -85,7 +99,7 @@ def from_state(state: object, order: Order) -> Progress:
             f"a state of version {state.get('version')!r} cannot be read here, only of version {VERSION}; "
             "pass what state_dict() returned, or load it with the version of gdsstream that wrote it"
         )
-    missing = [name for name in (*Order._fields, *Progress._fields) if name not in state]
+    missing = [name for name in (*Order._fields, *_PLACE) if name not in state]
     if missing:
         raise LoaderStateError(f"the state lacks {', '.join(missing)}; pass what state_dict() returned, unchanged")
     different = [
@@ -99,15 +113,18 @@ def from_state(state: object, order: Order) -> Progress:
             "nothing in another order: open the same data with the same arguments, or begin anew without the state"
         )
     numbers = {name: state[name] for name in ("epoch", "position", "batches", "samples")}
-    until = state["until"]
-    for name, value in {**numbers, **({} if until is None else {"until": until})}.items():
+    optional = {name: state[name] for name in _PLACE if name not in numbers and state[name] is not None}
+    for name, value in {**numbers, **optional}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise LoaderStateError(f"the state's {name} is {value!r}; it is a whole number, at least 0")
     if numbers["position"] > order.num_records:
         raise LoaderStateError(
             f"the state's position is {numbers['position']}, and an epoch has {order.num_records} records"
         )
-    return Progress(**numbers, until=until)
+    first = optional.get("first_epoch")
+    until = None if first is None or epochs is None else max(first + epochs, numbers["epoch"] + 1)
+    same = optional.get("sampler_rank") == sampler_rank
+    return Progress(**numbers, until=until, checksum=optional.get("checksum") if same else None)
 
 
 __all__ = ["VERSION", "Order", "Progress", "Standing", "from_state", "to_state"]

@@ -97,8 +97,9 @@ class Prefetcher:
         """Queue collate_fn and transform for the first of `flights`, as many as have landed; on a GPU, where the
         caller's work goes on beside them."""
         if self._hooked and self._streams.asynchronous:
-            for flight in flights:
-                if flight.failure is None and not self._reader.landed(flight):
+            for flight in tuple(flights):
+                # A transform may have ended the iterator, and dropped them.
+                if not flights or (flight.failure is None and not self._reader.landed(flight)):
                     return
                 self._finish(flight)
 

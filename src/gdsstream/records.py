@@ -111,7 +111,8 @@ class RecordTable:
         stamps: of the shards, when their headers were read or found unchanged.
         starts: int64 [num_shards + 1], the number of each shard's first record, and at the end `num_records`.
         fingerprint: hex; equal for datasets with the same shard names (below their common directory), sizes, record
-            counts and fields, whichever were chosen. It does not depend on times or on where the directory is.
+            counts, fields, whichever were chosen, and bytes from one record to the next. It does not depend on times
+            or on where the directory is.
     """
 
     def __init__(
@@ -339,8 +340,8 @@ def _fingerprint(shards: Sequence[Shard], counts: Words) -> str:
     sizes = np.array([shard.stamp.size for shard in shards], dtype="<i8")
     seen: dict[str, None] = {}
     for shard in shards:
-        for name, dtype, shape, kind, _, _ in shard.columns:
-            seen[f"{name}\0{dtype}\0{shape}\0{kind}"] = None
+        for name, dtype, shape, kind, words, _ in shard.columns:
+            seen[f"{name}\0{dtype}\0{shape}\0{kind}\0{words[1] if kind == STRIDED else 0}"] = None
     digest = hashlib.blake2b(digest_size=16)
     for part in ("\n".join(names).encode(errors="surrogateescape"), "\n".join(sorted(seen)).encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
