@@ -60,10 +60,15 @@ void translate(const std::exception_ptr& pointer, void*) {
     try {
         std::rethrow_exception(pointer);
     } catch (const Error& error) {
-        const nb::object type = nb::module_::import_("gdsstream.errors").attr(python_name(error.kind()));
-        nb::object instance = type(error.what());
-        if (error.errnum() != 0 && nb::hasattr(instance, "errno")) instance.attr("errno") = error.errnum();
-        PyErr_SetObject(type.ptr(), instance.ptr());
+        try {
+            const nb::object type = nb::module_::import_("gdsstream.errors").attr(python_name(error.kind()));
+            nb::object instance = type(error.what());
+            if (error.errnum() != 0 && nb::hasattr(instance, "errno")) instance.attr("errno") = error.errnum();
+            PyErr_SetObject(type.ptr(), instance.ptr());
+        } catch (nb::python_error& interrupt) {
+            // Ctrl-C while it was made: it stays what it is.
+            interrupt.restore();
+        }
     }
 }
 

@@ -43,6 +43,18 @@ def gather(engine: Engine, path: Path, out: torch.Tensor) -> Transfer:
     return engine.gather([source_of(path)], files, offsets, record, out)  # type: ignore[attr-defined]
 
 
+def test_an_interrupt_stays_one_while_a_native_error_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Making the exception runs Python, in which a signal may be handled."""
+
+    class Interrupted(Exception):
+        def __init__(self, _: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gdsstream.errors, "ConfigError", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gdsstream._native.Lane("nonsense", direct=False, threads=1, depth=1, read_bytes=1)
+
+
 @pytest.mark.parametrize(("start", "shape"), [(submit, (NBYTES,)), (gather, (NBYTES // 4096, 4096))])
 def test_an_interrupted_submit_keeps_its_destination_until_nothing_writes_to_it(
     start: Callable[[Engine, Path, torch.Tensor], Transfer],
