@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from shard_files import rows, write_npy, write_ragged, write_safetensors, write_tar, write_tokens
+from support import run_python
 
 import gdsstream.shard_index
 from gdsstream import notices
@@ -295,6 +296,25 @@ def test_what_only_has_an_indexs_name_is_not_waited_for(
     opened.clear()
     assert len(shards(data)) == 4
     assert opened == []
+
+
+def test_headers_are_read_where_no_thread_can_be_started(data: Path) -> None:
+    """The main thread has ended, and with it the threads of pools; the one that is left goes on."""
+    out, err = run_python(
+        """
+import sys, threading
+from gdsstream import ShardDataset
+
+def later():
+    threading.main_thread().join()
+    print(len(ShardDataset(sys.argv[1], index_cache=False)))
+
+threading.Thread(target=later).start()
+""",
+        data,
+    )
+    assert out.split() == [str(sum(shard.num_records for shard in shards(data)))]
+    assert "headers of shards are read one after another" in err
 
 
 @pytest.fixture

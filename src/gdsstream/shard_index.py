@@ -91,7 +91,11 @@ def _read(paths: Sequence[ShardPath], format: ShardFormat) -> list[Shard]:
     if len(paths) < 2:
         return [format.read(each.path) for each in paths]
     with ThreadPoolExecutor(min(_READERS, len(paths)), "gdsstream-index") as pool:
-        futures = [pool.submit(format.read, each.path) for each in paths]
+        try:
+            futures = [pool.submit(format.read, each.path) for each in paths]
+        except RuntimeError as error:  # the main thread has ended, or there are too many
+            say_once(log, f"headers of shards are read one after another: {error}", about="threads for headers")
+            return [format.read(each.path) for each in paths]
         try:
             return [future.result() for future in futures]
         except BaseException:
