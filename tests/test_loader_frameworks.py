@@ -206,10 +206,11 @@ def test_accelerate_accumulates_as_with_a_dataloader(shards: Path) -> None:
         assert steps(loader, 1, 5) == [False, False, False, True, False]
         batches = iter(loader)
         assert not state.in_dataloader, "an iterator that was left is given up with the next one"
-        next(batches)
+        next(batches), next(batches)
         assert state.in_dataloader
-        del batches
-        assert not state.in_dataloader
+        assert len(state.dataloader_references) == 2, "itself, and what is in use outside of any"
+        list(batches)
+        assert not state.in_dataloader, "at its end, before it is gone"
 
 
 @pytest.mark.parametrize(

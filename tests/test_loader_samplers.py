@@ -89,7 +89,60 @@ def test_a_sampler_is_told_what_the_loader_is(dataset: ShardDataset, given: Call
         sampler.set_epoch(1)
         loader.set_epoch(loader.epoch)
         assert sampler.epoch == 1, "it is told when it is iterated"
-        assert records(loader) == epochs[4] + records(DataLoader(dataset, **given(told(shared(dataset), 5))))  # type: ignore[arg-type]
+        assert loader.epoch == 4
+        assert next(iter(loader)).tolist() == epochs[4][0]
+
+
+@GIVEN
+def test_a_sampler_is_told_once(dataset: ShardDataset, given: Callable[[Any], dict[str, Any]]) -> None:
+    """Afterwards its epoch is its caller's again."""
+    sampler = shared(dataset)
+    reference = DataLoader(dataset, **given(shared(dataset)))  # type: ignore[arg-type]
+
+    def before_an_iterator(loader: ShardLoader[Any]) -> None:
+        loader.set_epoch(3)
+        list(loader)
+
+    def an_iterator_that_has_not_begun(loader: ShardLoader[Any]) -> None:
+        early = iter(loader)
+        loader.set_epoch(3)
+        list(early)
+
+    def the_epoch_that_it_has(loader: ShardLoader[Any]) -> None:
+        early = iter(loader)
+        loader.set_epoch(loader.epoch)
+        list(early)
+
+    def after_one_that_has_begun(loader: ShardLoader[Any]) -> None:
+        begun = iter(loader)
+        next(begun)
+        loader.set_epoch(3)
+        list(loader)
+
+    def by_a_state(loader: ShardLoader[Any]) -> None:
+        loader.load_state_dict(loader.state_dict())
+        list(loader)
+
+    with open_loader(dataset, **given(sampler)) as loader:
+        for how in (
+            before_an_iterator,
+            an_iterator_that_has_not_begun,
+            the_epoch_that_it_has,
+            after_one_that_has_begun,
+            by_a_state,
+        ):
+            how(loader)
+            sampler.set_epoch(0)
+            assert records(loader) == records(reference), how.__name__
+
+
+@GIVEN
+def test_epochs_of_one_iterator_go_on_from_the_callers(
+    dataset: ShardDataset, given: Callable[[Any], dict[str, Any]]
+) -> None:
+    epochs = [records(DataLoader(dataset, **given(told(shared(dataset), epoch)))) for epoch in (7, 8, 9)]  # type: ignore[arg-type]
+    with open_loader(dataset, epochs=3, **given(told(shared(dataset), 7))) as loader:
+        assert records(loader) == epochs[0] + epochs[1] + epochs[2]
 
 
 def told(sampler: DistributedSampler[Any], epoch: int) -> DistributedSampler[Any]:

@@ -44,6 +44,7 @@ from gdsstream.loader_order import LoaderOrder
 from gdsstream.loader_state import Progress, Standing, from_state, to_state
 from gdsstream.loader_stats import LoaderStats
 from gdsstream.prefetch import Prefetcher
+from gdsstream.records import chosen_fields
 from gdsstream.sampling import (
     BLOCK_RECORDS,
     WINDOW_BLOCKS,
@@ -173,9 +174,10 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
             borrow=borrow,
         )
         options, knobs = split_knobs(knobs, signature(ShardLoader).parameters)
+        fields = None if fields is None else chosen_fields(fields)
         self.dataset = open_dataset(path_or_dataset, fields, options)
         table = self.dataset.table
-        chosen = [table.field(name) for name in fields] if fields is not None else list(table.fields)
+        chosen = list(table.fields) if fields is None else [table.field(name) for name in fields]
         self._formats = batch_formats(chosen, pad)
         self._locate = Locator(table, [field.name for field in chosen])
         self.batch_size = whole("batch_size", batch_size, 1) if batch_sampler is None else None

@@ -81,7 +81,7 @@ class SamplerPass:
         seen, left = 0, place
         while left and (part := list(islice(iterator, min(left, _TOGETHER)))):
             seen, left = _checksum(part, seen) or 0, left - len(part)
-        if not left and (known is None or seen == known):
+        if known is None or seen == known:
             return iterator, seen
         if self._iterator is None:
             raise LoaderStateError(

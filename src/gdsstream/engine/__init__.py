@@ -11,6 +11,7 @@ from gdsstream.config import StreamConfig
 from gdsstream.devices import parse_device
 from gdsstream.engine.base import Engine, Transfer
 from gdsstream.engine.native import NativeEngine
+from gdsstream.errors import ConfigError
 from gdsstream.profile import AnyPath, tuned_knobs
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ def merge(
         if native and tuned.get("backend") not in (None, "staged"):
             tuned = {}
         return StreamConfig.resolve(knobs, profile=tuned)
+    if not isinstance(config, StreamConfig):
+        raise ConfigError(f"config is {config!r}; it has to be a StreamConfig, or None")
     return StreamConfig.resolve({**config.as_dict(), **{k: v for k, v in knobs.items() if v is not None}}, environ={})
 
 
