@@ -159,6 +159,23 @@ def test_an_endless_loader_says_that_nothing_is_left(shards: Path, make: Loader,
     assert loader.epoch >= 2
 
 
+def test_an_endless_loader_goes_on_with_what_is_left(shards: Path, make: Loader) -> None:
+    """An epoch whose last batch comes to nothing had others."""
+    (shards / "3.npy").rename(shards.with_name("away"))
+    loader = make(shards, COUNT, on_error="skip", epochs=None)
+    batches = iter(loader)
+    assert [records([next(batches)])[0] for _ in range(7)] == [0, COUNT, 2 * COUNT, 0, COUNT, 2 * COUNT, 0]
+    assert loader.stats().failed_batches == 0
+
+
+def test_epochs_of_nothing_come_to_their_end(shards: Path, make: Loader) -> None:
+    loader = make(shards, 5, on_error="skip", epochs=3)
+    shards.rename(shards.with_name("away"))
+    assert records(loader) == []
+    assert loader.stats().skipped_records == 3 * 4 * COUNT
+    assert loader.epoch == 3
+
+
 def test_a_shard_is_lost_while_the_next_epoch_is_read_ahead(shards: Path, make: Loader) -> None:
     loader = make(shards, 4, on_error="skip", epochs=2, prefetch_batches=6)
     batches = iter(loader)

@@ -179,6 +179,7 @@ def test_states_are_plain_whatever_the_numbers_were(dataset: ShardDataset, name:
         open_loader(dataset, **{"shuffle": "block", name: np.int64(3)}) as loader,
         open_loader(dataset, **{"shuffle": "block", name: 3}) as other,
     ):
+        assert type(getattr(loader, name)) is int
         loader.set_epoch(np.int64(1))  # type: ignore[arg-type]
         next(iter(loader))
         state = through_json(loader.state_dict())

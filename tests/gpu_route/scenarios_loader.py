@@ -89,6 +89,45 @@ def every_borrowed_batch_is_seen_whole(fake: StandIn, folder: Path) -> None:
             assert torch.equal(torch.cat(seen), torch.cat([data, data]))
 
 
+@scenario(delays_us=(0, 200))
+def a_transform_may_end_its_iterator(fake: StandIn, folder: Path) -> None:
+    """Whichever batch it is called with, the one that is asked for or one behind it: `next` says so, and the loader can
+    be iterated anew."""
+    for at in range(6):
+        for ending in ("anew", "state"):
+            called: list[int] = []
+
+            def transform(batch: torch.Tensor, called: list[int] = called, ending: str = ending) -> torch.Tensor:
+                called.append(1)
+                if len(called) == at + 1:  # noqa: B023
+                    # What landed goes with its memory, and the stand-in's knows nothing of record_stream.
+                    until(lambda: fake.count("in_flight_copies") == 0, "what has landed is copied")
+                    iter(loader) if ending == "anew" else loader.load_state_dict(loader.state_dict())
+                return batch
+
+            where = folder / f"{at}-{ending}"
+            where.mkdir()
+            with (
+                fake.stream() as stream,
+                loading(where, transform=transform, prefetch_batches=4) as (loader, data),
+                on_stream(parse_device("cuda:0"), stream),
+            ):
+                kept = []
+
+                def go_on(loader: ShardLoader[Any] = loader, kept: list[torch.Tensor] = kept) -> None:
+                    for batch in loader:
+                        kept.append(batch)
+                        until(lambda: fake.count("in_flight_copies") == 0, "what is read ahead has landed")
+
+                with pytest.raises(gdsstream.EngineClosedError, match="this iterator was ended"):
+                    go_on()
+                kept += list(loader)
+                seen = [consume(fake, batch, stream) for batch in kept]
+                fake.synchronize(stream)
+                handed = len(kept) * BATCH - COUNT if ending == "anew" else 0
+                assert torch.equal(torch.cat(seen), torch.cat([data[:handed], data]))
+
+
 @scenario(delays_us=(500,))
 def a_consumer_waits_for_its_batch(fake: StandIn, folder: Path) -> None:
     with fake.stream() as stream, loading(folder) as (loader, data):
