@@ -170,6 +170,28 @@ def test_resumes_in_an_epoch_that_the_caller_chose(
             assert sampler.epoch == 5
 
 
+@GIVEN
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_caller_who_goes_on_to_another_epoch(
+    dataset: ShardDataset, given: Callable[[Any], dict[str, Any]], taken: int
+) -> None:
+    """As with `set_epoch`: what was loaded stays where it is of the epoch that the sampler is told."""
+    epochs = {e: records(DataLoader(dataset, **given(told(shared(dataset), e)))) for e in (5, 6)}  # type: ignore[arg-type]
+    assert len(epochs[5]) == 3
+    with open_loader(dataset, **given(told(shared(dataset), 5))) as loader:
+        batches = iter(loader)
+        for _ in range(taken):
+            next(batches)
+        state = loader.state_dict()
+    for epoch in (5, 6):
+        sampler = shared(dataset)
+        with open_loader(dataset, **given(sampler)) as loader:
+            loader.load_state_dict(state)
+            sampler.set_epoch(epoch)
+            assert records(loader) == epochs[epoch][taken if epoch == 5 else 0 :]
+            assert sampler.epoch == epoch
+
+
 class Once:
     """Gives other records whenever it is asked."""
 

@@ -213,6 +213,7 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         self._resumed = False  # a state was loaded, and no iterator has begun since
         self._wanted_epoch: int | None = None  # by set_epoch, for the iterator after this one
         self._told = False  # which epoch the next iterator begins with, by set_epoch or a state
+        self._sampler_was: int | None = None  # in this epoch, when the state was loaded
         self._stats = LoaderStats()
         self._said: set[str] = set()
         close_at_exit(self)
@@ -225,16 +226,18 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         self._check_usable()
         self._end_iterator()
-        progress = self._standing.progress
+        progress, own = self._standing.progress, self._sampler_epoch()
+        went_on = self._resumed and own not in (self._sampler_was, progress.epoch)  # to another epoch: the caller
+        told = self._told and not went_on
         if self._wanted_epoch is not None:
             progress = self._whole(self._wanted_epoch)
-        elif not self._resumed:
+        elif went_on or not self._resumed:
             # An epoch that was not finished begins anew; one that was is over. A sampler's epoch is its caller's.
-            own = None if self._told else self._sampler_epoch()
+            own = None if told else own
             progress = self._whole(progress.epoch + self._standing.over if own is None else own)
         elif progress.until is None:
             progress = progress._replace(until=self._whole(progress.epoch).until)
-        standing, feed = Standing(progress), self._feed(tell=self._told)
+        standing, feed = Standing(progress), self._feed(tell=told)
         iterator = LoaderIterator(
             self, self._prefetcher(), feed, standing, self.prefetch_batches, self._stats, padded=self._padded
         )
@@ -283,6 +286,7 @@ class ShardLoader(LoaderOrder, Generic[Batch]):
         progress = from_state(state_dict, self._order(), self.epochs, self._sampler_rank)
         self._end_iterator()
         self._standing, self._resumed, self._wanted_epoch, self._told = Standing(progress), True, None, True
+        self._sampler_was = self._sampler_epoch()
 
     # ---- where and who
 
