@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import sys
@@ -454,6 +455,7 @@ class Leaking(ToyLayer):
 
     how = ""
     kept: object = None
+    slow: Any = None
 
     def forward(self, x: torch.Tensor) -> Any:
         weight = self.router.weight
@@ -473,6 +475,8 @@ class Leaking(ToyLayer):
             cycle.append(cycle)
         elif self.how == "clone":
             self.kept = weight.clone()
+        elif self.how == "slow":
+            return self.slow(out)
         elif self.how == "hooks inside":
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
                 return out + self.router(x).sum()
@@ -507,6 +511,47 @@ def test_who_keeps_no_memory_of_a_weight_is_not(tmp_path: Path, how: str, slots:
     with offloaded(model, tmp_path, num_slots=slots, debug=True):
         for seed in range(2):
             assert_same_step(model, twin, seed)
+
+
+def test_what_another_thread_has_in_use_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes to the layer while this one looks who keeps its memory."""
+    model, _ = leaking(tmp_path, "garbage")
+    layer, inside, go_on = model.layers[0], threading.Event(), threading.Event()
+
+    def slow(out: torch.Tensor) -> torch.Tensor:
+        view = layer.router.weight.t()
+        inside.set()
+        assert go_on.wait(20)
+        return out * view.sum()
+
+    def other() -> None:
+        with torch.no_grad():
+            layer.how = "slow"
+            layer(torch.ones(3, HIDDEN))
+
+    thread = threading.Thread(target=other)
+    collect = gc.collect
+
+    def while_it_collects() -> int:
+        found = collect()
+        if not thread.ident:
+            thread.start()
+            assert inside.wait(20)
+        return found
+
+    layer.slow = slow
+    monkeypatch.setattr(gc, "collect", while_it_collects)
+    with offloaded(model, tmp_path), torch.no_grad():
+        try:
+            layer(torch.ones(3, HIDDEN))
+        finally:
+            go_on.set()
+            thread.join(20)
+        assert inside.is_set()
+        layer.how = "attribute"
+        with pytest.raises(OffloadError, match="keeps 1 tensor"):
+            layer(torch.ones(3, HIDDEN))
+        layer.kept = None
 
 
 def test_a_kept_weight_may_be_resident(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ class LayerWeights:
         self._device = lending.streamer.device
         self._holds = 0
         self._running = 0  # those that are forward passes
+        self._turns = 0  # who came or went, forward or backward
         self._calls: dict[Call, int] = {}  # what backward passes hold it for, and which
         empty = {each.like.dtype: torch.empty(0, dtype=each.like.dtype, device=self.memory_device) for each in served}
         self._empty = [(each.parameter, empty[each.like.dtype]) for each in served]
@@ -153,11 +154,13 @@ class LayerWeights:
                     self._give_back()
                 self._lend()
             self._holds, self._running, hold.holds = self._holds + 1, self._running + hold.running, True
+            self._turns += 1
 
     def release(self, hold: Hold) -> None:
         with self._lending.lock:
             if hold.holds:
                 self._holds, self._running, hold.holds = self._holds - 1, self._running - hold.running, False
+                self._turns += 1
             if not self.is_held and self.lease is not None:
                 self._give_back()
 
@@ -183,12 +186,13 @@ class LayerWeights:
 
     def check_aliases(self, before: int, name: str) -> None:
         """Raise OffloadError if, since `uses()` was `before`, somebody began to keep a tensor that shares the slot."""
-        if self.uses() <= before:
-            return
-        if self._running > 1 or (self._calls and backward_task() == -1):
-            return  # another thread is at work with this layer
-        gc.collect()  # what only waits for the collector is not kept
-        kept = self.uses() - before
+        kept, turns = self.uses() - before, -1
+        while kept > 0 and turns != self._turns:  # else nobody came or went while it was counted
+            turns = self._turns
+            if self._running > 1 or (self._calls and backward_task() == -1):
+                return  # another thread is at work with this layer
+            gc.collect()  # what only waits for the collector is not kept
+            kept = self.uses() - before
         if kept > 0:
             raise OffloadError(
                 f"{name}: its forward keeps {kept} tensor(s) that share a streamed weight's memory where autograd's "
@@ -257,6 +261,7 @@ class LayerWeights:
 
     def _end(self, call: Call) -> None:
         del self._calls[call]
+        self._turns += 1
         if not self._calls:
             self._lending.in_backward.pop(self, None)
         if not self.is_held:
