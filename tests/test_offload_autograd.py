@@ -549,6 +549,11 @@ def test_what_another_thread_has_in_use_is_not_kept(tmp_path: Path, monkeypatch:
             thread.join(20)
         assert inside.is_set()
         layer.how = "attribute"
+        later = threading.Timer(0.05, lambda: setattr(layer, "kept", None))
+        later.start()
+        layer(torch.ones(3, HIDDEN))
+        later.join()
+        assert layer.kept is None, "another thread lets go of it a moment later"
         with pytest.raises(OffloadError, match="keeps 1 tensor"):
             layer(torch.ones(3, HIDDEN))
         layer.kept = None

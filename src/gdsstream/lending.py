@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from gdsstream.gates import Call, TaskEnd, backward_task, refuse_double_backward
 from gdsstream.layers import LayerStreamer
 from gdsstream.lease import Lease
 from gdsstream.saved import Cast, Geometry, SlotMemory, unseen
+
+# Another thread lets go of its last views a moment after the layer, wherever it is put to sleep.
+_PATIENCE, _POLL_S = 50, 5e-3
 
 Dequantize = Callable[[str, dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
@@ -82,6 +86,7 @@ class Lending:
     layers: list[LayerWeights] = field(default_factory=list)
     in_backward: dict[LayerWeights, None] = field(default_factory=dict)  # held by backward passes, oldest first
     threads: set[int] = field(default_factory=set)  # that ran a forward pass with gradients
+    everyone: set[int] = field(default_factory=set)  # that ran one
     _tasks: dict[int, weakref.ref[TaskEnd]] = field(default_factory=dict)
 
     def lease(self, index: int) -> Lease:
@@ -187,7 +192,11 @@ class LayerWeights:
     def check_aliases(self, before: int, name: str) -> None:
         """Raise OffloadError if, since `uses()` was `before`, somebody began to keep a tensor that shares the slot."""
         kept, turns = self.uses() - before, -1
-        while kept > 0 and turns != self._turns:  # else nobody came or went while it was counted
+        patience = _PATIENCE if len(self._lending.everyone) > 1 else 0
+        while kept > 0 and (turns != self._turns or patience):  # equal: nobody came or went while it was counted
+            if turns == self._turns:
+                patience -= 1
+                time.sleep(_POLL_S)
             turns = self._turns
             if self._running > 1 or (self._calls and backward_task() == -1):
                 return  # another thread is at work with this layer

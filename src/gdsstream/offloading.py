@@ -292,6 +292,7 @@ class OffloadHandle:
         try:
             self._before_forward(layer)
             hold.acquire()
+            self._lending.everyone.add(get_ident())
             uses = layer.uses()
             if torch.is_grad_enabled():
                 output = self._with_gradients(layer, original, args, kwargs)
