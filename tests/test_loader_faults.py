@@ -161,11 +161,12 @@ def test_an_endless_loader_says_that_nothing_is_left(shards: Path, make: Loader,
 
 def test_an_endless_loader_goes_on_with_what_is_left(shards: Path, make: Loader) -> None:
     """An epoch whose last batch comes to nothing had others."""
-    (shards / "3.npy").rename(shards.with_name("away"))
     loader = make(shards, COUNT, on_error="skip", epochs=None)
+    (shards / "3.npy").rename(shards.with_name("away"))
     batches = iter(loader)
     assert [records([next(batches)])[0] for _ in range(7)] == [0, COUNT, 2 * COUNT, 0, COUNT, 2 * COUNT, 0]
     assert loader.stats().failed_batches == 0
+    assert loader.stats().skipped_records == 2 * COUNT
 
 
 def test_epochs_of_nothing_come_to_their_end(shards: Path, make: Loader) -> None:
