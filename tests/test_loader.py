@@ -369,6 +369,17 @@ def test_arguments_are_attributes(mixed: Path, make: Loader) -> None:
     assert not isinstance(loader, DataLoader)
 
 
+def test_samplers_of_a_loader_that_is_gone(mixed: Path, make: Loader) -> None:
+    with ShardLoader(mixed, 4, device="cpu") as loader:
+        samplers: list[Any] = [loader.sampler, loader.batch_sampler]
+        assert [len(each) for each in samplers] == [23, 6]
+    del loader
+    gc.collect()
+    for each in samplers:
+        with pytest.raises(EngineClosedError, match="the loader of this sampler is gone"):
+            len(each)
+
+
 def test_owned_batches_stay(mixed: Path, make: Loader) -> None:
     kept = list(make(mixed, 2, fields=["image"]))
     assert len({batch.data_ptr() for batch in kept}) == len(kept)

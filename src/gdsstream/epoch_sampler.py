@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from torch.utils.data import Sampler, SequentialSampler
 
@@ -28,6 +28,7 @@ class Ordered(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
     def share(self) -> BatchPlan: ...
     def order_of(self, epoch: int) -> EpochOrder: ...
+    def __len__(self) -> int: ...
 
 
 class EpochSampler(Sampler[int]):
@@ -52,10 +53,14 @@ class EpochSampler(Sampler[int]):
         self._use().set_epoch(epoch)
 
     def _use(self) -> Ordered:
-        loader = self._loader()
-        if loader is None:
-            raise EngineClosedError("the loader of this sampler is gone; keep a reference to it")
-        return loader
+        return _alive(self._loader)
+
+
+def _alive(reference: weakref.ref[Ordered]) -> Ordered:
+    loader = reference()
+    if loader is None:
+        raise EngineClosedError("the loader of this sampler is gone; keep a reference to it")
+    return loader
 
 
 class _Sequential(EpochSampler, SequentialSampler):
@@ -75,14 +80,11 @@ class OwnBatches(Sampler[list[int]]):
     """Stands where a DataLoader has a batch sampler. Who builds another DataLoader of it would read without what the
     loader is for, and without its transform, and is told so."""
 
-    def __init__(self, loader: Any) -> None:
-        self._length = weakref.WeakMethod(loader.__len__)
+    def __init__(self, loader: Ordered) -> None:
+        self._loader = weakref.ref(loader)
 
     def __len__(self) -> int:
-        length = self._length()
-        if length is None:
-            raise EngineClosedError("the loader of this batch sampler is gone; keep a reference to it")
-        return int(length())
+        return len(_alive(self._loader))
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(

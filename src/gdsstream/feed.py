@@ -215,12 +215,12 @@ class SamplerFeed:
         """The batch at a place of its epoch, or None behind the last one, and its pass; and whether it is the last."""
         if self._batch_sampler is not None:
             given = self._pass_of(place, self._batch_sampler, place.batches)
-            batches = given.items(place.batches, 1, 1)
+            batches = given.items(place.batches, 1, 1, place.checksum)
             return given, (batches[0] if batches else None), len(batches) < 2 and given.error is None
         assert self._sampler is not None
         given = self._pass_of(place, self._sampler, place.samples)
         least = self._batch_size if self._drop_last else 1  # of a batch
-        indices = given.items(place.samples, self._batch_size, least)
+        indices = given.items(place.samples, self._batch_size, least, place.checksum)
         if len(indices) < least:
             return given, None, True
         return given, indices[: self._batch_size], len(indices) < self._batch_size + least and given.error is None
@@ -249,10 +249,16 @@ class SamplerFeed:
         return records if least >= 0 else np.where(records < 0, records + self._num_records, records)
 
 
+def callers_samplers(sampler: object, batch_sampler: object) -> list[Any]:
+    """Those that were given, and the one inside a batch sampler."""
+    given = (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [each for each in given if each is not None]
+
+
 def told_samplers(sampler: object, batch_sampler: object) -> list[Any]:
     """Those of the caller's that want to know which epoch it is."""
-    given = (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    given = callers_samplers(sampler, batch_sampler)
     return [each for each in given if callable(getattr(each, "set_epoch", None))]
 
 
-__all__ = ["Feed", "Locator", "OrderFeed", "SamplerFeed", "Work", "told_samplers"]
+__all__ = ["Feed", "Locator", "OrderFeed", "SamplerFeed", "Work", "callers_samplers", "told_samplers"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from gdsstream.config import StreamConfig
 from gdsstream.epoch_sampler import OwnBatches, epoch_sampler
-from gdsstream.feed import Feed, Locator, OrderFeed, SamplerFeed, told_samplers
+from gdsstream.feed import Feed, Locator, OrderFeed, SamplerFeed, callers_samplers, told_samplers
 from gdsstream.loader_arguments import ranks_here
 from gdsstream.loader_state import Order
 from gdsstream.readahead import ReadAhead
@@ -33,6 +33,9 @@ class LoaderOrder:
     _batch_sampler: Iterable[Sequence[int]] | None
     _given_ranks: tuple[int | None, int | None]
     _locate: Locator
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     @property
     def epoch(self) -> int:
@@ -96,7 +99,7 @@ class LoaderOrder:
         """Whose share the caller's sampler gives, as it says itself, or else this process's; None without one."""
         if not self._sampled:
             return None
-        for sampler in (self._sampler, self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
+        for sampler in callers_samplers(self._sampler, self._batch_sampler):
             rank = getattr(sampler, "rank", None)
             if isinstance(rank, int):
                 return rank
@@ -106,7 +109,7 @@ class LoaderOrder:
     def _padded(self) -> bool:
         """Whether records come twice at an epoch's end, as far as is known."""
         share = self.share()
-        return self.world_size > 1 and (
+        return share.world_size > 1 and (
             self._sampled or (self.partition == "pad" and share.num_records % share.world_size > 0)
         )
 

@@ -44,13 +44,12 @@ class SamplerPass:
         # Replaced in one piece: the first item that is held, what is held, and a checksum of what came before.
         self._held: tuple[int, list[Any], int | None] = (first, [], checksum)
 
-    def items(self, begin: int, count: int, beyond: int) -> Sequence[Any]:
-        """Items from `begin` on, `count` and as many `beyond`; fewer at the end. What is in front of `begin` is
-        forgotten. Raises what the sampler raised where it gave some, but fewer than `count`, or none."""
+    def items(self, begin: int, count: int, beyond: int, checksum: int | None) -> Sequence[Any]:
+        """Items from `begin` on, `count` and as many `beyond`; fewer at the end. What is in front of `begin`, with this
+        `checksum`, is forgotten. Raises what the sampler raised where it gave some, but fewer than `count`, or none."""
         first, items, before = self._held
         if begin > first:
-            taken = begin - first
-            self._held = first, items, before = begin, items[taken:], _checksum(items[:taken], before)
+            self._held = first, items, before = begin, items[begin - first :], checksum
         if len(items) < count + beyond and self.error is None:
             if self._iterator is None or (self._asking and getattr(self._iterator, "gi_frame", self) is None):
                 known = _checksum(items, before)

@@ -134,11 +134,13 @@ class ShardDataset:
         except TypeError:
             raise TypeError(f"record numbers are integers, not {_odd(indices)!r}") from None
         count = len(self)
-        # Before they are an array, which holds none beyond 2**63.
-        if wanted and not -count <= min(wanted) <= max(wanted) < count:
-            bad = next(number for number in wanted if not -count <= number < count)
-            raise IndexError(f"no record {bad}; there are {count}, counted from 0")
-        numbers = np.array(wanted, dtype=np.int64)
+        try:
+            numbers = np.array(wanted, dtype=np.int64)
+        except OverflowError:
+            numbers = np.array(wanted, dtype=object)
+        bad = (numbers < -count) | (numbers >= count)
+        if bad.any():
+            raise IndexError(f"no record {int(numbers[bad.argmax()])}; there are {count}, counted from 0")
         return np.where(numbers < 0, numbers + count, numbers)
 
 
